@@ -1,0 +1,1 @@
+"""The coordinator's pure core: `handle(event, now) -> (records, effects)`; state is a fold over records."""

@@ -1,0 +1,457 @@
+"""The wire's vocabulary as frozen records: what both pure cores speak, without grpc and without torch.
+
+Every class mirrors the protobuf message of the same name field by field (tests hold them together); `convert.py` translates.
+The .proto files explain the fields; comments here add only what a type cannot say.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NewType
+
+WorkerId = NewType("WorkerId", str)
+KEEPER = WorkerId("keeper")
+
+
+
+class Refusal(enum.IntEnum):
+    UNSPECIFIED = 0
+    INVITE_WRONG = 1
+    INVITE_EXPIRED = 2
+    INVITE_USED_UP = 3
+    REVOKED = 4
+    VERSION = 5
+    JOB_MISMATCH = 6
+    CLOCK = 7
+    NOT_YOU = 8
+    ASSIGNMENT = 9
+    STALE = 10
+    LIMIT = 11
+    BUSY = 12
+    MALFORMED = 13
+    NOT_HELD = 14
+    SUPERSEDED = 15
+    NO_ROOM = 16
+
+
+class LeaseKind(enum.IntEnum):
+    UNSPECIFIED = 0
+    TRAIN = 1
+    EVALUATE = 2
+    GENERATE = 3
+
+
+class ExchangePurpose(enum.IntEnum):
+    UNSPECIFIED = 0
+    GRADIENT = 1
+    STATE = 2
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    first_stage: int
+    last_stage: int
+
+    def __contains__(self, stage: int) -> bool:
+        return self.first_stage <= stage <= self.last_stage
+
+    @property
+    def stages(self) -> range:
+        return range(self.first_stage, self.last_stage + 1)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Stage:
+    first_block: int
+    last_block: int
+
+    @property
+    def blocks(self) -> range:
+        return range(self.first_block, self.last_block + 1)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MicrobatchKey:
+    kind: LeaseKind
+    step: int
+    attempt: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    worker_id: WorkerId
+    first_stage: int
+    last_stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    worker_id: WorkerId
+    addresses: tuple[str, ...] = ()
+    span: Span | None = None
+    incarnation: int = 0
+    forward_seconds: tuple[float, ...] = ()
+    backward_seconds: tuple[float, ...] = ()
+    slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GossipPeer:
+    worker_id: WorkerId
+    group: str
+    weight: float
+
+
+# ------------------------------------------------------------------ worker -> coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    worker_id: WorkerId
+    protocol_min: int
+    protocol_max: int
+    version: str
+    job_digest: str = ""
+    numeric_class: str = ""
+    host_id: str = ""
+    site: str = ""
+    region: str = ""
+    device: str = ""
+    device_class: str = ""
+    wall_time_s: float = 0.0
+    session_nonce: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    progress: int = 0
+    version: int = 0
+    bytes_sent: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    forward_seconds: Mapping[str, float]
+    backward_seconds: Mapping[str, float]
+    memory_bytes: int
+    addresses: tuple[str, ...] = ()
+    uplink_bytes_per_s: float = 0.0
+    downlink_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    plan_version: int
+    version: int
+    block_digests: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRequest:
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchDone:
+    key: MicrobatchKey
+    route: tuple[Hop, ...]
+    loss_sum: float
+    target_count: int
+    next_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchFailed:
+    key: MicrobatchKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedGroup:
+    group: str
+    microbatches: tuple[int, ...]
+    aggregate_digest: int
+    squared_norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    step: int
+    attempt: int
+    groups: tuple[PreparedGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateReport:
+    version: int
+    block_digests: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDown:
+    reason: str
+    restarting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    reason: str
+    within_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUnreachable:
+    worker_id: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeFailed:
+    step: int
+    attempt: int
+    group: str
+    reason: str
+
+
+ToCoordinator = (
+    Hello
+    | Heartbeat
+    | ProbeReport
+    | Ready
+    | LeaseRequest
+    | MicrobatchDone
+    | MicrobatchFailed
+    | Prepared
+    | StateReport
+    | EngineDown
+    | Leaving
+    | PeerUnreachable
+    | ExchangeFailed
+)
+
+# ------------------------------------------------------------------ coordinator -> worker
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    protocol: int
+    incarnation: int
+    job_json: bytes
+    job_digest: str
+    heartbeat_interval_s: float
+    assignment_key_der: bytes
+    wall_time_s: float
+    profile_json: bytes
+    probe_now: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SignedAssignment:
+    payload: bytes = b""
+    signature: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    plan_version: int
+    stages: tuple[Stage, ...]
+    span: Span
+    version: int
+    donors: tuple[Peer, ...]
+    peers: tuple[Peer, ...]
+    slots: int
+    recompute: bool
+    topology: str
+    gossip_peers: tuple[GossipPeer, ...]
+    seed: int
+    step: int
+    attempt: int
+    tensor_limit_bytes: int
+    # The shell signs: the pure core leaves it empty.
+    signed: SignedAssignment = SignedAssignment()
+
+
+@dataclass(frozen=True, slots=True)
+class AssignmentRenewed:
+    signed: SignedAssignment
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    key: MicrobatchKey
+    samples: tuple[int, ...]
+    loss_denominator: float
+    duration_s: float
+    # The shell fills in the samples' bytes: the pure core leaves it empty.
+    records: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGrant:
+    leases: tuple[Lease, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRestarted:
+    step: int
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeMember:
+    worker_id: WorkerId
+    weight: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeGroup:
+    group: str
+    members: tuple[ExchangeMember, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeOpened:
+    step: int
+    attempt: int
+    groups: tuple[ExchangeGroup, ...]
+    deadline_s: float
+    purpose: ExchangePurpose = ExchangePurpose.GRADIENT
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommitted:
+    step: int
+    attempt: int
+    learning_rate: float
+    clip_factor: float
+    gradient_norm: float
+    snapshot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateWanted:
+    version: int
+    snapshot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    done: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    refusal: Refusal
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Standby:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAck:
+    wall_time_s: float
+
+
+ToWorker = (
+    Welcome
+    | Assignment
+    | AssignmentRenewed
+    | LeaseGrant
+    | StepRestarted
+    | ExchangeOpened
+    | StepCommitted
+    | StateWanted
+    | Finish
+    | Refused
+    | Standby
+    | HeartbeatAck
+)
+
+# ------------------------------------------------------------------ data plane headers
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchHeader:
+    key: MicrobatchKey
+    stage: int
+    route: tuple[Hop, ...]
+    loss_denominator: float
+    plan_version: int
+    loss_sum: float = 0.0
+    target_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeHeader:
+    step: int
+    attempt: int
+    group: str
+    part: int
+    plan_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    queued: int = 0
+    free_slots: int = 0
+    backlog_seconds: float = 0.0
+
+
+# ------------------------------------------------------------------ planning
+
+
+@dataclass(frozen=True, slots=True)
+class PlanWorker:
+    worker_id: WorkerId
+    forward_seconds: Mapping[str, float]
+    backward_seconds: Mapping[str, float]
+    memory_bytes: int
+    uplink_bytes_per_s: float = 0.0
+    downlink_bytes_per_s: float = 0.0
+    host_id: str = ""
+    site: str = ""
+    region: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    request_id: int
+    workers: tuple[PlanWorker, ...]
+    seed: int
+    microbatch: int
+    microbatches_per_step: int
+    bytes_per_parameter: float
+    stages: tuple[Stage, ...] = ()
+    # The shell fills it in: the pure core leaves it empty.
+    profile_json: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWorker:
+    worker_id: WorkerId
+    span: Span | None = None
+    slots: int = 0
+    recompute: bool = False
+    memory_bytes: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReply:
+    request_id: int
+    stages: tuple[Stage, ...] = ()
+    workers: tuple[PlannedWorker, ...] = ()
+    predicted_microbatches_per_s: float = 0.0
+    bound_microbatches_per_s: float = 0.0
+    binding: str = ""
+    impossible: str = ""
