@@ -1,7 +1,12 @@
 """What the worker's core asks its shell to do. Imperative; each effect's outcome comes back as an event.
 
-At most one of the device effects (Load, ComputeForward, ComputeBackward, ReducePart, Assemble, ApplyStep, AdoptState,
-DigestState) is outstanding at a time: the core owns the device's queue, so that backward work goes first.
+*Device effects* (Load, ClearGradients, ComputeForward, ComputeBackward, OpenExchange, ReducePart, Assemble,
+ApplyStep, AdoptState, DigestState) touch the weights, the accumulators or a graph. At most one of them is
+outstanding at a time, and each has exactly one outcome event: the core owns the device's queue, so that
+backward work goes first. The other effects are done at once, in the order of the returned tuple. Sends run
+beside the device; each has exactly one outcome event, whatever becomes of its key meanwhile.
+
+What the shell keeps under which key is said in events.py.
 """
 
 from __future__ import annotations
@@ -23,14 +28,19 @@ from starlings_worker.core.events import Direction, Leg
 
 @dataclass(frozen=True, slots=True)
 class SendControl:
+    """On the control stream, in order. No outcome; after ControlLost none comes until ControlRestored."""
+
     message: ToCoordinator
 
 
 @dataclass(frozen=True, slots=True)
 class SendMicrobatch:
-    """FORWARD: the output of the last ComputeForward of `header.key` (or, for a re-send, the same output again).
+    """-> MicrobatchSent | MicrobatchNotSent
 
-    BACKWARD: the gradient at this worker's entry. -> MicrobatchSent | MicrobatchNotSent
+    FORWARD: "records" and the output ("hidden") of the ComputeForward of `header.key`. BACKWARD: the
+    "gradient" at this worker's entry. A re-send has the same key, perhaps another receiver: the same tensors
+    again. When the key was forgotten meanwhile, the shell may break the transfer off (MicrobatchNotSent) or
+    finish it.
     """
 
     direction: Direction
@@ -40,9 +50,12 @@ class SendMicrobatch:
 
 @dataclass(frozen=True, slots=True)
 class SendPart:
-    """CONTRIBUTION: this worker's encoded part `header.part`. AGGREGATE: the encoded result of ReducePart.
+    """-> PartSent | PartNotSent
 
-    -> PartSent | PartNotSent
+    CONTRIBUTION: this worker's own part number `header.part` of the group's vector, encoded, to the part's
+    owner. AGGREGATE: the encoded result of ReducePart, to a member. A part may have no elements (a small
+    vector among many members): it travels as an empty tensor. A second SendPart of an equal header sends
+    equal bytes: encode once, also for error feedback's sake.
     """
 
     leg: Leg
@@ -52,21 +65,33 @@ class SendPart:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Device effect. Fetch the span's blocks at the assignment's version from its donors. -> SpanLoaded | LoadFailed"""
+    """Device effect. -> SpanLoaded | LoadFailed
+
+    Drop the old span, every microbatch, part and snapshot; fetch the span's blocks at the assignment's
+    version from its donors. The data plane serves under the new assignment's signature from now on.
+    """
 
     assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatePeers:
-    """Same span and weights as before under a newer plan: only peers, slots and the signature changed."""
+    """Same span and weights as before under a newer plan:
+
+    only peers, slots and the signature changed. No outcome.
+    """
 
     assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeForward:
-    """Device effect. Stages first..last on the microbatch kept under `key`. -> ForwardComputed | ComputeFailed"""
+    """Device effect. -> ForwardComputed | ComputeFailed
+
+    Stages first..last on what is kept under `key`: the records when `first_stage` is 0, else the boundary
+    input. TRAIN keeps the graph (or what recomputation needs); in the model's last stage it computes loss_sum
+    / loss_denominator. EVALUATE and GENERATE keep no graph.
+    """
 
     key: MicrobatchKey
     first_stage: int
@@ -76,21 +101,38 @@ class ComputeForward:
 
 @dataclass(frozen=True, slots=True)
 class ComputeBackward:
-    """Device effect. Adds to the gradient accumulators of the stages the forward ran. -> BackwardComputed | ComputeFailed"""
+    """Device effect. -> BackwardComputed | ComputeFailed
+
+    Back through what ComputeForward ran, from its loss or from the arrived gradient; adds to the accumulators
+    of those stages.
+    """
 
     key: MicrobatchKey
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetMicrobatch:
-    """Free every tensor kept under `key`."""
+    """Free every tensor kept under `key`, if there is any. Never comes while the device works on `key`."""
 
     key: MicrobatchKey
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetPart:
+    """Free one arrived part that nobody needs, if it is there."""
+
+    leg: Leg
+    header: ExchangeHeader
+    sender: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class ClearGradients:
-    """Zero all accumulators and drop every exchange buffer of (step, < attempt); codec state returns to the last commit."""
+    """Device effect. -> GradientsCleared
+
+    Zero all accumulators; drop the flat vectors and every exchange part of an attempt of `step` below
+    `attempt`; codec state returns to what it was after the last ApplyStep.
+    """
 
     step: int
     attempt: int
@@ -98,9 +140,11 @@ class ClearGradients:
 
 @dataclass(frozen=True, slots=True)
 class OpenExchange:
-    """Prepare a group's vector for exchange: `part` is this worker's own; contributions to the others can be sent after it.
+    """Device effect. -> ExchangePrepared | ExchangeRefused
 
-    For a group of one, no bytes are made: Assemble follows at once.
+    Bring a group's vector into exchange form: gradients (with the job's codec and error feedback), or for
+    purpose STATE the parameters and optimizer state (exact). `part` is this worker's own position among the
+    members. A group of one makes no bytes: Assemble follows and the vector is its own aggregate.
     """
 
     step: int
@@ -112,9 +156,10 @@ class OpenExchange:
 
 @dataclass(frozen=True, slots=True)
 class ReducePart:
-    """Device effect. All members of positive weight have contributed to this worker's part: weighted sum, then encode.
+    """Device effect. -> PartReduced | ExchangeRefused
 
-    -> PartReduced | ExchangeRefused
+    All members of positive weight have contributed to this worker's part: weighted sum in the members' order
+    (its own contribution passes through the codec like the others), then encode.
     """
 
     step: int
@@ -124,7 +169,11 @@ class ReducePart:
 
 @dataclass(frozen=True, slots=True)
 class Assemble:
-    """Device effect. Every part's aggregate is here: decode them all into the group's vector. -> AggregateAssembled | ExchangeRefused"""
+    """Device effect. -> AggregateAssembled | ExchangeRefused
+
+    Every part's aggregate is here (parts of share 0 are empty and have none): decode them all, one's own too,
+    into the vector.
+    """
 
     step: int
     attempt: int
@@ -133,9 +182,10 @@ class Assemble:
 
 @dataclass(frozen=True, slots=True)
 class ApplyStep:
-    """Device effect. Clip, apply the optimizer, zero the accumulators, commit codec state; copy the state when `snapshot`.
+    """Device effect. -> StepApplied
 
-    -> StepApplied
+    Multiply the aggregates by `clip_factor`, apply the optimizer, zero the accumulators, drop the step's
+    parts, commit codec state; keep a copy of the new state for the keeper when `snapshot`.
     """
 
     step: int
@@ -146,14 +196,22 @@ class ApplyStep:
 
 @dataclass(frozen=True, slots=True)
 class AdoptState:
-    """Device effect after a STATE exchange: the assembled vector becomes parameters and optimizer state. -> StateDigested"""
+    """Device effect. -> StateDigested
+
+    The assembled vectors of a STATE exchange become parameters and optimizer state; then as DigestState, with
+    `snapshot`.
+    """
 
     version: int
+    snapshot: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DigestState:
-    """Device effect. SHA-256 of each block's parameters and optimizer state; keep a copy when `snapshot`. -> StateDigested"""
+    """Device effect.
+
+    -> StateDigested. SHA-256 of each block's state at `version`; keep a copy for the keeper when `snapshot`.
+    """
 
     version: int
     snapshot: bool
@@ -161,27 +219,37 @@ class DigestState:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Training is over for this worker. `done`: the job ended well."""
+    """Nothing more to do for this worker; no effect follows. `done`: the job ended well. Otherwise `reason`
+    says why.
+
+    `drained`: the worker asked to leave (or had to) and may go now; that is a success too.
+    """
 
     done: bool
     reason: str
+    drained: bool = False
 
 
-Effect = (
-    SendControl
-    | SendMicrobatch
-    | SendPart
-    | Load
-    | UpdatePeers
+DeviceEffect = (
+    Load
+    | ClearGradients
     | ComputeForward
     | ComputeBackward
-    | ForgetMicrobatch
-    | ClearGradients
     | OpenExchange
     | ReducePart
     | Assemble
     | ApplyStep
     | AdoptState
     | DigestState
+)
+
+Effect = (
+    DeviceEffect
+    | SendControl
+    | SendMicrobatch
+    | SendPart
+    | UpdatePeers
+    | ForgetMicrobatch
+    | ForgetPart
     | Stop
 )

@@ -1,19 +1,40 @@
 """What can happen to a worker. Past tense; every event is a frozen record.
 
-Tensors never enter the core: the shell keeps them under the microbatch's key, or under (step, attempt, group, part) for
-exchanges, and the core says what to do with them.
+Tensors never enter the core: the shell keeps them under keys and the core says what to do with them (see
+effects.py).
+
+What the shell keeps, under which key, and until when
+- *A microbatch*, under its `MicrobatchKey`: the records (from a LeaseGrant or from the previous hop), the
+  boundary input, the output of ComputeForward together with its graph, the gradient from the next hop, and
+  the gradient at this worker's entry. All of it until ForgetMicrobatch(key). That never comes while the
+  device works on the key; it may come while a transfer out runs, and then the shell either finishes the
+  transfer or breaks it off.
+- *A part of an exchange*, under (leg, step, attempt, group, part, sender): what PartArrived announced; plus
+  this worker's own encoded contributions and its encoded aggregate, so that a second SendPart of an equal
+  header sends equal bytes. Until ForgetPart, ClearGradients of a higher attempt, ApplyStep of that step,
+  AdoptState, or the next Load.
+
+Order of a transfer in: header read -> `WorkerCore.admit(direction, header, sender, now_s)` or
+`admit_part(leg, header, sender, now_s)`. A `Receipt` means: admitted, room is reserved, read the body, then
+report MicrobatchArrived or PartArrived with the very same header, or ArrivalAborted / PartAborted when the
+transfer breaks off, is malformed or times out: exactly one of the two, always. `Duplicate(receipt)` means:
+held already; answer with the receipt (success), do not read the body, report nothing. `Rejection` means:
+answer with its refusal and report nothing. The receipt is sent after the body was read; the core never looks
+at that moment.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from starlings_protos.messages import (
     ExchangeHeader,
     MicrobatchHeader,
     MicrobatchKey,
     Receipt,
+    Refusal,
     ToWorker,
     WorkerId,
 )
@@ -31,24 +52,31 @@ class Leg(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ControlReceived:
-    """A message of the control stream. The records of a LeaseGrant were stored by the shell under each lease's key."""
+    """A message of the control stream.
+
+    For a LeaseGrant the shell first stores each lease's records under the lease's key, unless it has records
+    there already.
+    """
 
     message: ToWorker
 
 
 @dataclass(frozen=True, slots=True)
 class ControlLost:
-    pass
+    """The control stream is down: the core holds its messages back (bounded)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlRestored:
-    pass
+    """The control stream is up (also the first time):
+
+    the core sends what waited and repeats what may have been lost.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchArrived:
-    """A peer pushed a microbatch. The shell asks the core *before* it reads the tensors (see `WorkerCore.admit`)."""
+    """A transfer that `admit` accepted is complete: its tensors are under `header.key`."""
 
     direction: Direction
     header: MicrobatchHeader
@@ -56,8 +84,20 @@ class MicrobatchArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class ArrivalAborted:
+    """A transfer that `admit` accepted broke off; the shell kept nothing of it. Frees the reserved slot."""
+
+    direction: Direction
+    header: MicrobatchHeader
+    sender: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PartArrived:
-    """A contribution for a part that this worker owns, or an owner's aggregate. Its bytes are kept by the shell."""
+    """A contribution for a part that this worker owns, or an owner's aggregate, is complete and kept by the
+    shell.
+    """
 
     leg: Leg
     header: ExchangeHeader
@@ -65,23 +105,44 @@ class PartArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class PartAborted:
+    """A part that `admit_part` accepted broke off; the shell kept nothing of it."""
+
+    leg: Leg
+    header: ExchangeHeader
+    sender: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class SpanLoaded:
-    """The assignment's blocks are on the device."""
+    """Outcome of Load.
+
+    The assignment's blocks are on the device, accumulators are zero, codec state is fresh.
+    """
 
     plan_version: int
     version: int
-    block_digests: dict[str, str]
+    block_digests: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
+    """Outcome of Load; the device holds nothing.
+
+    The core tries again a few times, later and later, then stops.
+    """
+
     plan_version: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardComputed:
-    """`loss_sum`, `target_count` and `next_token` are meaningful when the run ended in the model's last stage."""
+    """Outcome of ComputeForward.
+
+    The last three are meaningful when the run ended in the model's last stage.
+    """
 
     key: MicrobatchKey
     seconds: float
@@ -92,21 +153,43 @@ class ForwardComputed:
 
 @dataclass(frozen=True, slots=True)
 class BackwardComputed:
+    """Outcome of ComputeBackward:
+
+    the gradients are in the accumulators; the graph is gone, the entry gradient is kept.
+    """
+
     key: MicrobatchKey
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeFailed:
-    """A forward or backward raised, e.g. out of memory or a non-finite loss."""
+    """Outcome of ComputeForward or ComputeBackward that raised, e.g. out of memory or a non-finite loss."""
 
     key: MicrobatchKey
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
+class GradientsCleared:
+    """Outcome of ClearGradients."""
+
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangePrepared:
+    """Outcome of OpenExchange: the group's vector is flat, contributions can be encoded and sent."""
+
+    step: int
+    attempt: int
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
 class PartReduced:
-    """The owner's aggregate of its part is encoded and ready to be sent."""
+    """Outcome of ReducePart: this worker's part is summed and encoded and ready to be sent."""
 
     step: int
     attempt: int
@@ -115,7 +198,7 @@ class PartReduced:
 
 @dataclass(frozen=True, slots=True)
 class AggregateAssembled:
-    """All parts of a group are decoded into the group's gradient (or state) vector."""
+    """Outcome of Assemble: all parts are decoded into the group's gradient (or state) vector."""
 
     step: int
     attempt: int
@@ -126,7 +209,11 @@ class AggregateAssembled:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRefused:
-    """A contribution or an aggregate was malformed or non-finite; names the culprit."""
+    """Outcome of OpenExchange, ReducePart or Assemble that failed: something was malformed or non-finite;
+    names the culprit.
+
+    The culprit is this worker itself when its own vector or codec failed.
+    """
 
     step: int
     attempt: int
@@ -137,42 +224,51 @@ class ExchangeRefused:
 
 @dataclass(frozen=True, slots=True)
 class StepApplied:
-    """The optimizer ran; the weights are now version step + 1."""
+    """Outcome of ApplyStep: the weights are now version step + 1, the accumulators are zero."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class StateDigested:
+    """Outcome of DigestState or AdoptState."""
+
     version: int
-    block_digests: dict[str, str]
+    block_digests: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchSent:
+    """Outcome of SendMicrobatch: the receiver has all of it (or said that it had it before)."""
+
     direction: Direction
     key: MicrobatchKey
     to: WorkerId
-    receipt: Receipt
+    receipt: Receipt = field(default_factory=Receipt)
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchNotSent:
-    """`certain`: the receiver surely did not take it (refused, or never connected), so another peer may get it.
+    """Outcome of SendMicrobatch.
 
-    Otherwise the receiver may hold it, and only the coordinator can settle that by a new attempt.
+    `certain`: the receiver surely did not take it: it refused (`refusal` says how), or no connection was
+    made. Then another peer may get it. Otherwise the connection broke after the first byte, and the receiver
+    may hold it: then only the same receiver is asked again, because a second copy there is recognised by its
+    key.
     """
 
     direction: Direction
     key: MicrobatchKey
     to: WorkerId
     certain: bool
-    busy: bool
-    reason: str
+    refusal: Refusal = Refusal.UNSPECIFIED
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PartSent:
+    """Outcome of SendPart."""
+
     leg: Leg
     header: ExchangeHeader
     to: WorkerId
@@ -180,10 +276,13 @@ class PartSent:
 
 @dataclass(frozen=True, slots=True)
 class PartNotSent:
+    """Outcome of SendPart. Equal parts may be sent twice: the receiver keeps the first."""
+
     leg: Leg
     header: ExchangeHeader
     to: WorkerId
-    reason: str
+    refusal: Refusal = Refusal.UNSPECIFIED
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +293,9 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Comes a few times a second; deadlines and retries are looked at then."""
+    """Comes a few times a second, and soon after `WorkerCore.wake_at_s` if that is earlier; retries are
+    looked at then.
+    """
 
 
 Event = (
@@ -202,12 +303,16 @@ Event = (
     | ControlLost
     | ControlRestored
     | MicrobatchArrived
+    | ArrivalAborted
     | PartArrived
+    | PartAborted
     | SpanLoaded
     | LoadFailed
     | ForwardComputed
     | BackwardComputed
     | ComputeFailed
+    | GradientsCleared
+    | ExchangePrepared
     | PartReduced
     | AggregateAssembled
     | ExchangeRefused
