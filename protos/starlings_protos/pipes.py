@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
+import sys
 from typing import BinaryIO, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -79,3 +81,18 @@ def read_blocking(stream: BinaryIO, cls: type[M]) -> M | None:
 
 def write(stream: _Writer, message: Message) -> None:
     stream.write(pack(message))
+
+
+def claim_stdio() -> tuple[BinaryIO, BinaryIO]:
+    """For a child at its start: (what the parent writes, what the parent reads).
+
+    Afterwards standard input is empty and standard output is standard error: a stray print or a library's
+    banner cannot get between two messages.
+    """
+    incoming, outgoing = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    return os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
