@@ -1,9 +1,9 @@
-"""How committed state travels in `Data.FetchState`: per block one header, then its tensors' bytes; resumable, hash-checked.
+"""How committed state travels in `Data.FetchState`; resumable, hash-checked.
 
-Both sides of the rpc live here, free of torch and grpc, because engines and the keeper speak it alike. Layout of the answer
-to a `StateRequest`: for each requested block in order one Header frame (StateHeader, every tensor with its SHA-256), then
-chunks. `StateRequest.offset` counts bytes of tensor data over all requested blocks; blocks that lie wholly before it are
-left out, the block it falls into sends its header and the rest of its bytes.
+Both sides of the rpc live here, free of torch and grpc, because engines and the keeper speak it alike. The
+answer to a `StateRequest`: for each requested block in order one Header frame (StateHeader, every tensor with
+its SHA-256), then chunks. `StateRequest.offset` counts bytes of tensor data over all requested blocks; blocks
+that lie wholly before it are left out, the block it falls into sends its header and the rest of its bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME_LIMIT_CHARACTERS = 512
 DIMENSIONS_LIMIT = 8
 
 # safetensors' names of data types, which the rest of Starlings uses for state, and their item sizes in bytes.
-_TYPES: dict[str, tuple[data_pb2.DataType, int]] = {
+_TYPES: dict[str, tuple[data_pb2.DataType.ValueType, int]] = {
     "F32": (data_pb2.DATA_TYPE_FLOAT32, 4),
     "F16": (data_pb2.DATA_TYPE_FLOAT16, 2),
     "BF16": (data_pb2.DATA_TYPE_BFLOAT16, 2),
@@ -96,8 +96,8 @@ def state_frames(blocks: Sequence[ServedBlock], offset: int = 0) -> Iterator[dat
 class BlockInbox:
     """Assembles one block from one or several transfers.
 
-    A verified tensor is never asked for again: `offset` is where the next transfer should begin. A tensor whose hash is wrong
-    is dropped alone.
+    A verified tensor is never asked for again: `offset` is where the next transfer should begin. A tensor
+    whose hash is wrong is dropped alone.
     """
 
     def __init__(self, version: int, block: str, limit_bytes: int) -> None:
@@ -132,7 +132,8 @@ class BlockInbox:
         """Takes the next frame.
 
         Raises:
-            StateTransferError: lying header, too many bytes, or a wrong hash; the inbox stays usable for another transfer.
+            StateTransferError: lying header, too many bytes, or a wrong hash; the inbox stays usable for
+                another transfer.
         """
         kind = frame.WhichOneof("body")
         if kind == "header":
@@ -202,7 +203,8 @@ def _check_header(header: data_pb2.Header, version: int, block: str, limit_bytes
         raise StateTransferError("the transfer is not about state")
     if (header.state.version, header.state.block) != (version, block):
         raise StateTransferError(
-            f"asked for block {block} at version {version}, got {header.state.block} at version {header.state.version}"
+            f"asked for block {block} at version {version}, "
+            f"got {header.state.block[:80]!r} at version {header.state.version}"
         )
     if len(header.tensors) > TENSORS_LIMIT or header.total_bytes > limit_bytes:
         raise StateTransferError(f"block {block}: {header.total_bytes} bytes, the limit is {limit_bytes}")
@@ -218,7 +220,8 @@ def _check_header(header: data_pb2.Header, version: int, block: str, limit_bytes
             or tensor.name in names
         ):
             raise StateTransferError(f"block {block}: tensor {tensor.name[:80]!r} is malformed")
-        if len(tensor.shape) > DIMENSIONS_LIMIT or prod(tensor.shape) * item[1] != tensor.byte_count:
+        item_bytes = _TYPES[_NAMES[tensor.data_type]][1]
+        if len(tensor.shape) > DIMENSIONS_LIMIT or prod(tensor.shape) * item_bytes != tensor.byte_count:
             raise StateTransferError(f"block {block}: shape and byte count of {tensor.name} disagree")
         names.add(tensor.name)
 
