@@ -1,0 +1,472 @@
+"""The worker's core: `handle(event, now_s, rng) -> effects`. No clock, no I/O, no torch, no grpc.
+
+It keeps the plan's place of this worker, decides what the device does next, and composes the parts that do
+the rest: `table` (microbatches, slots, leases), `flow` (computation and routing), `training` (steps and
+exchanges), `outbox` (the coordinator's ear).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import assert_never
+
+from starlings_protos.messages import (
+    Assignment,
+    AssignmentRenewed,
+    ExchangeHeader,
+    ExchangeOpened,
+    Finish,
+    HeartbeatAck,
+    LeaseGrant,
+    LeaseKind,
+    LeaseRequest,
+    Leaving,
+    MicrobatchHeader,
+    Ready,
+    Refused,
+    Standby,
+    StateWanted,
+    StepCommitted,
+    StepRestarted,
+    ToWorker,
+    Welcome,
+    WorkerId,
+)
+from starlings_worker.core.admission import Admission, Rejection
+from starlings_worker.core.device import DeviceOutcome, DeviceQueue
+from starlings_worker.core.effects import Effect, Load, SendControl, Stop, UpdatePeers
+from starlings_worker.core.events import (
+    AggregateAssembled,
+    ArrivalAborted,
+    BackwardComputed,
+    ComputeFailed,
+    ControlLost,
+    ControlReceived,
+    ControlRestored,
+    Direction,
+    DrainRequested,
+    Event,
+    ExchangePrepared,
+    ExchangeRefused,
+    ForwardComputed,
+    GradientsCleared,
+    Leg,
+    LoadFailed,
+    MicrobatchArrived,
+    MicrobatchNotSent,
+    MicrobatchSent,
+    PartAborted,
+    PartArrived,
+    PartNotSent,
+    PartReduced,
+    PartSent,
+    SpanLoaded,
+    StateDigested,
+    StepApplied,
+    Ticked,
+)
+from starlings_worker.core.flow import Flow
+from starlings_worker.core.invariants import check
+from starlings_worker.core.outbox import Outbox
+from starlings_worker.core.parts import PartStore
+from starlings_worker.core.peers import PeerTable, own_span_prior
+from starlings_worker.core.table import MicrobatchTable, Place
+from starlings_worker.core.timings import WorkerTimings
+from starlings_worker.core.training import Training
+
+
+class WorkerCore:
+    """One per engine life. `rng_seed` seeds the dice of `handle` when its caller brings none."""
+
+    def __init__(self, worker_id: WorkerId, rng_seed: int = 0, timings: WorkerTimings | None = None) -> None:
+        self.worker_id = worker_id
+        self.timings = timings or WorkerTimings()
+        self._rng = random.Random(rng_seed)
+        self._effects: list[Effect] = []
+        self.counters: Counter[str] = Counter()
+        # Rises with everything that gets done: a hung engine is told from a slow one by it.
+        self.progress = 0
+        self.device = DeviceQueue()
+        self.peers = PeerTable(self.timings)
+        self.outbox = Outbox(lambda message: self._effects.append(SendControl(message)))
+        self.table = MicrobatchTable(worker_id, self.device, self.counters, self._effects.append)
+        self.parts = PartStore(self.counters, self._effects.append)
+        self.flow = Flow(
+            worker_id,
+            self.timings,
+            self.table,
+            self.device,
+            self.peers,
+            self.counters,
+            self._effects.append,
+            self.outbox.say,
+        )
+        self.training = Training(
+            worker_id,
+            self.timings,
+            self.table,
+            self.parts,
+            self.device,
+            self.outbox,
+            self.counters,
+            self._effects.append,
+        )
+        self.assignment: Assignment | None = None
+        self.loaded = False
+        self.stopped = False
+        self.standby_reason = ""
+        self._loaded_digests: tuple[int, dict[str, str]] = (-1, {})
+        self._load_failures = 0
+        self._load_again_at_s: float | None = None
+        # A plan that changed only peers is answered with Ready once the state is digested.
+        self._ready_wanted = False
+        self._leaving: tuple[str, float] | None = None
+        # What the coordinator still owes of the last LeaseRequest, and when that was sent.
+        self._wish_open = 0
+        self._wished_at_s = 0.0
+
+    @property
+    def version(self) -> int:
+        """Committed version of the weights on the device."""
+        return self.training.version
+
+    @property
+    def draining(self) -> bool:
+        return self._leaving is not None
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """When the next retry or deadline is due; a Ticked soon after that is worth sending."""
+        round_ = self.training.round
+        times = [
+            self.flow.wake_at_s(),
+            round_.wake_at_s() if round_ is not None else None,
+            self._load_again_at_s,
+            self._leaving[1] if self._leaving is not None else None,
+        ]
+        return min((time_s for time_s in times if time_s is not None), default=None)
+
+    # ------------------------------------------------------------------ admission
+
+    def admit(
+        self, direction: Direction, header: MicrobatchHeader, sender: WorkerId, now_s: float
+    ) -> Admission:
+        """Judge a microbatch by its header, before its body is read; a Receipt reserves its place at once.
+
+        The caller then reports MicrobatchArrived or ArrivalAborted (see events.py). `now_s` is not used yet.
+        """
+        answer: Admission = self.table.admit(direction, header, sender, self.flow.receipt())
+        self._count_rejection(answer)
+        return answer
+
+    def admit_part(self, leg: Leg, header: ExchangeHeader, sender: WorkerId, now_s: float) -> Admission:
+        """The same for a part of an exchange; then PartArrived or PartAborted."""
+        answer = self.training.admit_part(leg, header, sender, self.flow.receipt(), len(self.peers.states))
+        self._count_rejection(answer)
+        return answer
+
+    def _count_rejection(self, answer: Admission) -> None:
+        if isinstance(answer, Rejection):
+            self.counters[f"refused_{answer.refusal.name.lower()}"] += 1
+
+    # ------------------------------------------------------------------ the step function
+
+    def handle(self, event: Event, now_s: float, rng: random.Random | None = None) -> tuple[Effect, ...]:
+        """What to do about `event`. `now_s` is monotonic; `rng` breaks ties of routing."""
+        if self.stopped:
+            return ()
+        self._dispatch(event, now_s)
+        if not self.stopped:
+            self._look_at_time(now_s)
+            self._go_on(now_s, rng or self._rng)
+        effects = tuple(self._effects)
+        self._effects.clear()
+        return effects
+
+    def _dispatch(self, event: Event, now_s: float) -> None:
+        match event:
+            case ControlReceived():
+                self._control(event.message, now_s)
+            case ControlLost():
+                self.outbox.lost()
+            case ControlRestored():
+                self._wish_open = 0
+                self.outbox.restored()
+            case MicrobatchArrived():
+                self.progress += 1
+                if self.table.arrived(event.direction, event.header, event.sender) is not None:
+                    if event.direction is Direction.BACKWARD:
+                        self.flow.room_at(event.sender, now_s)
+            case ArrivalAborted():
+                self.table.aborted(event.direction, event.header)
+            case PartArrived():
+                self.progress += 1
+                self.training.part_arrived(event.leg, event.header, event.sender, now_s)
+            case PartAborted():
+                self.parts.aborted(event.leg, event.header, event.sender)
+            case MicrobatchSent():
+                self.progress += 1
+                self.flow.sent(event, now_s)
+            case MicrobatchNotSent():
+                self.flow.not_sent(event, now_s)
+            case PartSent():
+                self.progress += 1
+                self.training.part_sent(event)
+            case PartNotSent():
+                self.training.part_not_sent(event, now_s)
+            case DrainRequested():
+                if self._leaving is None:
+                    self._leaving = (event.reason, now_s + event.within_s)
+                    self.outbox.say(Leaving(event.reason, event.within_s))
+            case Ticked():
+                pass
+            case _:
+                if self.device.finish(event):
+                    self.progress += 1
+                    self._device_did(event, now_s)
+                else:
+                    self.counters["unexpected_outcomes"] += 1
+
+    def _device_did(self, event: DeviceOutcome, now_s: float) -> None:
+        match event:
+            case ForwardComputed():
+                self.flow.forward_computed(event, now_s)
+            case BackwardComputed():
+                self.flow.backward_computed(event, now_s)
+            case ComputeFailed():
+                self.flow.compute_failed(event)
+            case SpanLoaded():
+                self._span_loaded(event)
+            case LoadFailed():
+                self._load_failed(event, now_s)
+            case GradientsCleared():
+                pass
+            case _ if not self.loaded:
+                pass  # Of a life before the present assignment.
+            case ExchangePrepared():
+                self.training.exchange_prepared(event, now_s)
+            case PartReduced():
+                self.training.part_reduced(event, now_s)
+            case AggregateAssembled():
+                self.training.aggregate_assembled(event)
+            case ExchangeRefused():
+                self.training.exchange_refused(event)
+            case StepApplied():
+                self.training.applied(event, self._plan_version, now_s)
+            case StateDigested():
+                self._state_digested(event)
+            case _:
+                assert_never(event)
+
+    def _control(self, message: ToWorker, now_s: float) -> None:
+        match message:
+            case Assignment():
+                self._assigned(message)
+            case LeaseGrant():
+                self._granted(message)
+            case Finish():
+                self._stop(Stop(message.done, message.reason, drained=self.draining))
+            case Refused():
+                self._stop(Stop(False, message.message))
+            case Standby():
+                self.standby_reason = message.reason
+                self._leave_plan()
+            case StateWanted() | StepCommitted() | StepRestarted() | ExchangeOpened() if not self.loaded:
+                self.counters["stale_messages"] += 1
+            case StepRestarted():
+                self.training.restarted(message)
+            case ExchangeOpened():
+                self.training.opened(message, self._plan_version, now_s)
+            case StepCommitted():
+                self.training.committed(message)
+            case StateWanted():
+                self.training.state_wanted(message)
+            case AssignmentRenewed() | Welcome() | HeartbeatAck():
+                pass  # The shell's business.
+            case _:
+                assert_never(message)
+
+    # ------------------------------------------------------------------ the plan
+
+    @property
+    def _plan_version(self) -> int:
+        return self.assignment.plan_version if self.assignment is not None else 0
+
+    def _assigned(self, new: Assignment) -> None:
+        """A new plan:
+
+        load the span, or only take note of other peers when weights and span stay as they are.
+        """
+        old = self.assignment
+        if old is not None and new.plan_version < old.plan_version:
+            self.counters["stale_messages"] += 1
+            return
+        if old is not None and new.plan_version == old.plan_version:
+            if self.loaded:
+                self._ready_wanted = True
+                self._report_ready()
+            return
+        self.standby_reason = ""
+        epoch = (new.step, new.attempt)
+        training = self.training
+        committed_version = training.version + (1 if training.commit is not None else 0)
+        same_place = (
+            old is not None
+            and self.loaded
+            and (new.stages, new.span) == (old.stages, old.span)
+            and new.version == committed_version
+            and (epoch >= training.epoch)
+        )
+        self.assignment = new
+        self.peers.update(new)
+        if not same_place:
+            self._begin_load(new)
+            return
+        assert self.table.place is not None
+        self.table.place = Place(
+            new.span, len(new.stages), new.slots, new.plan_version, self.table.place.base_plan_version
+        )
+        self._effects.append(UpdatePeers(new))
+        training.raise_attempt(new.step, new.attempt)
+        self._ready_wanted = True
+        self._report_ready()
+
+    def _begin_load(self, assignment: Assignment) -> None:
+        self._leave_plan()
+        self.assignment = assignment
+        self.flow.stage_seconds = own_span_prior(assignment)
+        self._load_failures = 0
+        self.device.push(Load(assignment))
+
+    def _leave_plan(self) -> None:
+        """Nothing of the present assignment matters any more."""
+        self.assignment = None
+        self.loaded = False
+        self._ready_wanted = False
+        self._load_again_at_s = None
+        self._wish_open = 0
+        self.outbox.forget_all()
+        self.device.purge(lambda _: True)
+        self.table.reset(self.table.epoch)
+        self.parts.clear()
+        self.training.round = None
+
+    def _span_loaded(self, event: SpanLoaded) -> None:
+        assignment = self.assignment
+        if assignment is None or assignment.plan_version != event.plan_version:
+            return  # Superseded; the newer Load is in the queue.
+        self.table.place = Place(
+            assignment.span,
+            len(assignment.stages),
+            assignment.slots,
+            assignment.plan_version,
+            assignment.plan_version,
+        )
+        self.training.begin((assignment.step, assignment.attempt), event.version)
+        self.loaded = True
+        self._loaded_digests = (event.version, dict(event.block_digests))
+        self._ready_wanted = True
+        self._report_ready()
+
+    def _load_failed(self, event: LoadFailed, now_s: float) -> None:
+        assignment = self.assignment
+        if assignment is None or assignment.plan_version != event.plan_version:
+            return
+        self._load_failures += 1
+        if self._load_failures >= self.timings.load_tries:
+            self._stop(Stop(False, f"the assigned span could not be loaded: {event.reason}"))
+            return
+        delay_s = self.timings.load_retry_first_s * 2.0 ** (self._load_failures - 1)
+        self._load_again_at_s = now_s + delay_s
+
+    def _report_ready(self) -> None:
+        """Say Ready with the digests of what is here, computing them first when the weights have moved on."""
+        version, digests = self._loaded_digests
+        if self.training.version == version and not self.training.applying:
+            self._ready_wanted = False
+            self.outbox.say(Ready(self._plan_version, version, digests))
+        else:
+            self.training.digest(snapshot=False)
+
+    def _state_digested(self, event: StateDigested) -> None:
+        self._loaded_digests = (event.version, dict(event.block_digests))
+        if self._ready_wanted and event.version == self.training.version:
+            self._report_ready()
+        self.training.state_digested(event)
+
+    # ------------------------------------------------------------------ leases
+
+    def _granted(self, message: LeaseGrant) -> None:
+        for lease in message.leases:
+            self._wish_open = max(0, self._wish_open - 1)
+            if self.loaded and lease.key.kind is LeaseKind.TRAIN:
+                self.training.raise_attempt(lease.key.step, lease.key.attempt)
+            self.table.grant(lease)
+
+    def _wish(self, now_s: float) -> None:
+        """Ask for as many leases as could be begun, when that is more than what is on its way, or was perhaps
+        lost.
+        """
+        if not self.loaded or self.draining or not self.outbox.up:
+            return
+        wish = self.table.wish()
+        overdue = now_s - self._wished_at_s >= self.timings.wish_repeat_s and not self.table.held
+        if wish > self._wish_open or (wish > 0 and overdue):
+            self._wish_open = wish
+            self._wished_at_s = now_s
+            self._effects.append(SendControl(LeaseRequest(wish)))
+
+    # ------------------------------------------------------------------ going on
+
+    def _look_at_time(self, now_s: float) -> None:
+        if self.loaded:
+            self.training.look_at_time(now_s)
+        if (
+            self._load_again_at_s is not None
+            and now_s >= self._load_again_at_s
+            and self.assignment is not None
+        ):
+            self._load_again_at_s = None
+            self.device.push(Load(self.assignment))
+        if self._leaving is None:
+            return
+        reason, until_s = self._leaving
+        if self.assignment is None:
+            self._stop(Stop(False, reason, drained=True))
+        elif now_s >= until_s:
+            self._stop(Stop(False, f"{reason}; the time for leaving in order is up", drained=True))
+
+    def _go_on(self, now_s: float, rng: random.Random) -> None:
+        """Start whatever can start:
+
+        leases into slots, transfers, the device's next piece of work, a wish for more.
+        """
+        if self.stopped:
+            return
+        self.table.promote()
+        self.flow.send_due(now_s, rng)
+        self._feed_device(now_s, rng)
+        self._wish(now_s)
+
+    def _feed_device(self, now_s: float, rng: random.Random) -> None:
+        if self.device.running is not None:
+            return
+        if self.device.waiting:
+            self.device.running = self.device.waiting.popleft()
+        elif self.loaded:
+            self.device.running = self.flow.next_computation(now_s, rng)
+        if self.device.running is not None:
+            self._effects.append(self.device.running)
+
+    def _stop(self, effect: Stop) -> None:
+        self.stopped = True
+        self._effects.append(effect)
+
+    # ------------------------------------------------------------------ for tests and the simulator
+
+    def validate(self) -> None:
+        """Raises AssertionError when an invariant does not hold; cheap enough for every event of a
+        simulation.
+        """
+        check(self)

@@ -1,0 +1,118 @@
+"""The device's queue:
+
+one effect at a time. Exchange and optimizer work as it comes, then what the flow offers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from starlings_protos.messages import MicrobatchKey
+from starlings_worker.core.effects import (
+    AdoptState,
+    ApplyStep,
+    Assemble,
+    ClearGradients,
+    ComputeBackward,
+    ComputeForward,
+    DeviceEffect,
+    DigestState,
+    Load,
+    OpenExchange,
+    ReducePart,
+)
+from starlings_worker.core.events import (
+    AggregateAssembled,
+    BackwardComputed,
+    ComputeFailed,
+    ExchangePrepared,
+    ExchangeRefused,
+    ForwardComputed,
+    GradientsCleared,
+    LoadFailed,
+    PartReduced,
+    SpanLoaded,
+    StateDigested,
+    StepApplied,
+)
+
+DeviceOutcome = (
+    SpanLoaded
+    | LoadFailed
+    | ForwardComputed
+    | BackwardComputed
+    | ComputeFailed
+    | GradientsCleared
+    | ExchangePrepared
+    | PartReduced
+    | AggregateAssembled
+    | ExchangeRefused
+    | StepApplied
+    | StateDigested
+)
+
+
+def belongs(effect: DeviceEffect, outcome: DeviceOutcome) -> bool:
+    """Whether `outcome` is the outcome of `effect`."""
+    match effect:
+        case Load():
+            return (
+                isinstance(outcome, SpanLoaded | LoadFailed)
+                and outcome.plan_version == effect.assignment.plan_version
+            )
+        case ComputeForward():
+            return isinstance(outcome, ForwardComputed | ComputeFailed) and outcome.key == effect.key
+        case ComputeBackward():
+            return isinstance(outcome, BackwardComputed | ComputeFailed) and outcome.key == effect.key
+        case ClearGradients():
+            return isinstance(outcome, GradientsCleared) and (outcome.step, outcome.attempt) == (
+                effect.step,
+                effect.attempt,
+            )
+        case ApplyStep():
+            return isinstance(outcome, StepApplied) and outcome.step == effect.step
+        case AdoptState() | DigestState():
+            return isinstance(outcome, StateDigested) and outcome.version == effect.version
+        case OpenExchange():
+            name = (effect.step, effect.attempt, effect.group.group)
+            return isinstance(outcome, ExchangePrepared | ExchangeRefused) and _round(outcome) == name
+        case ReducePart():
+            name = (effect.step, effect.attempt, effect.group)
+            return isinstance(outcome, PartReduced | ExchangeRefused) and _round(outcome) == name
+        case Assemble():
+            name = (effect.step, effect.attempt, effect.group)
+            return isinstance(outcome, AggregateAssembled | ExchangeRefused) and _round(outcome) == name
+
+
+def _round(
+    outcome: ExchangePrepared | PartReduced | AggregateAssembled | ExchangeRefused,
+) -> tuple[int, int, str]:
+    return (outcome.step, outcome.attempt, outcome.group)
+
+
+class DeviceQueue:
+    """`running` is what the device does now; `waiting` is exchange, optimizer and loading work in order of
+    arrival.
+    """
+
+    def __init__(self) -> None:
+        self.running: DeviceEffect | None = None
+        self.waiting: deque[DeviceEffect] = deque()
+
+    def push(self, effect: DeviceEffect) -> None:
+        self.waiting.append(effect)
+
+    def purge(self, unwanted: Callable[[DeviceEffect], bool]) -> None:
+        """Drop what waits and is not wanted any more; what runs is left to end."""
+        self.waiting = deque(effect for effect in self.waiting if not unwanted(effect))
+
+    def works_on(self, key: MicrobatchKey) -> bool:
+        return isinstance(self.running, ComputeForward | ComputeBackward) and self.running.key == key
+
+    def finish(self, outcome: DeviceOutcome) -> bool:
+        """Whether `outcome` belongs to what runs; if so, the device is free."""
+        if self.running is None or not belongs(self.running, outcome):
+            return False
+        self.running = None
+        return True

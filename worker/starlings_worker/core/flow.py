@@ -1,0 +1,334 @@
+"""How microbatches move through a worker:
+
+which the device does next, where they go, and what becomes of failed transfers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+from starlings_protos.messages import (
+    MicrobatchDone,
+    MicrobatchFailed,
+    MicrobatchHeader,
+    MicrobatchKey,
+    PeerUnreachable,
+    Receipt,
+    Refusal,
+    ToCoordinator,
+    WorkerId,
+)
+from starlings_worker.core.admission import early_exits
+from starlings_worker.core.device import DeviceQueue
+from starlings_worker.core.effects import ComputeBackward, ComputeForward, Effect, SendMicrobatch
+from starlings_worker.core.events import (
+    BackwardComputed,
+    ComputeFailed,
+    Direction,
+    ForwardComputed,
+    MicrobatchNotSent,
+    MicrobatchSent,
+)
+from starlings_worker.core.microbatches import Held, Phase
+from starlings_worker.core.peers import PeerTable, queue_seconds
+from starlings_worker.core.router import choose_exit, choose_next
+from starlings_worker.core.table import MicrobatchTable
+from starlings_worker.core.timings import WorkerTimings
+
+
+class Flow:
+    """Reads and moves the table's microbatches; emits computations and transfers, tells the coordinator how
+    they ended.
+    """
+
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        timings: WorkerTimings,
+        table: MicrobatchTable,
+        device: DeviceQueue,
+        peers: PeerTable,
+        counters: Counter[str],
+        emit: Callable[[Effect], None],
+        say: Callable[[ToCoordinator], None],
+    ) -> None:
+        self._worker_id = worker_id
+        self._timings = timings
+        self._table = table
+        self._device = device
+        self._peers = peers
+        self._counters = counters
+        self._emit = emit
+        self._say = say
+        # Measured seconds per own stage, forward plus backward.
+        self.stage_seconds: dict[int, float] = {}
+        self._forward_seconds: dict[int, float] = {}
+
+    # ------------------------------------------------------------------ the device
+
+    def next_computation(self, now_s: float, rng: random.Random) -> ComputeForward | ComputeBackward | None:
+        """Backward before forward, deeper entry before shallower, then the oldest.
+
+        Marks the microbatch as running.
+        """
+        place = self._table.place
+        if place is None:
+            return None
+        backward = [held for held in self._table.held.values() if held.phase is Phase.GRADIENT_QUEUED]
+        if backward:
+            held = min(backward, key=lambda held: (-held.entry_stage, held.order))
+            held.phase = Phase.BACKWARD
+            return ComputeBackward(held.key)
+        forward = [
+            held
+            for held in self._table.held.values()
+            if held.phase is Phase.QUEUED and (not held.trains or held.epoch == self._table.epoch)
+        ]
+        if not forward:
+            return None
+        held = min(forward, key=lambda held: (-held.entry_stage, held.order))
+        held.phase = Phase.FORWARD
+        held.exit_stage = choose_exit(
+            held.entry_stage,
+            place.span,
+            place.stage_count,
+            self.stage_seconds,
+            self._peers.views(now_s),
+            self._visited(held),
+            early_exits=early_exits(place.slots, place.span),
+            margin=self._timings.early_exit_margin,
+            rng=rng,
+        ).exit_stage
+        return ComputeForward(held.key, held.entry_stage, held.exit_stage, held.loss_denominator)
+
+    def forward_computed(self, event: ForwardComputed, now_s: float) -> None:
+        held = self._released(event.key)
+        if held is None:
+            return
+        self._measure(held, event.seconds, backward=False)
+        place = self._table.place
+        if place is None or held.exit_stage != place.stage_count - 1:
+            held.phase = Phase.PLACING
+            held.retry_at_s = now_s
+            return
+        held.full_route = (*held.route, held.own_hop(self._worker_id))
+        held.loss_sum, held.target_count = event.loss_sum, event.target_count
+        if held.trains:
+            held.phase = Phase.GRADIENT_QUEUED
+            return
+        self._say(
+            MicrobatchDone(held.key, held.full_route, event.loss_sum, event.target_count, event.next_token)
+        )
+        self._table.drop(held)
+
+    def backward_computed(self, event: BackwardComputed, now_s: float) -> None:
+        held = self._released(event.key)
+        if held is None:
+            return
+        self._measure(held, event.seconds, backward=True)
+        self._table.accumulate(held)
+        if held.route:
+            held.settle()
+            held.phase = Phase.RETURNING
+            held.retry_at_s = now_s
+            return
+        self._say(MicrobatchDone(held.key, held.full_route, held.loss_sum, held.target_count))
+        self._table.drop(held)
+
+    def compute_failed(self, event: ComputeFailed) -> None:
+        held = self._released(event.key)
+        if held is not None:
+            self._give_up(held, event.reason)
+
+    def _released(self, key: MicrobatchKey) -> Held | None:
+        if self._table.device_released(key):
+            return None
+        held = self._table.held.get(key)
+        assert held is None or held.phase in (Phase.FORWARD, Phase.BACKWARD)
+        return held
+
+    def _measure(self, held: Held, seconds: float, *, backward: bool) -> None:
+        stages = range(held.entry_stage, held.exit_stage + 1)
+        weight = self._timings.measurement_weight
+        for stage in stages:
+            new_s = seconds / len(stages)
+            if not backward:
+                self._forward_seconds[stage] = new_s
+                continue
+            new_s += self._forward_seconds.get(stage, new_s)
+            old_s = self.stage_seconds.get(stage, 0.0)
+            self.stage_seconds[stage] = old_s + weight * (new_s - old_s) if old_s else new_s
+
+    # ------------------------------------------------------------------ transfers out
+
+    def send_due(self, now_s: float, rng: random.Random) -> None:
+        """Start every transfer whose time has come: oldest first, gradients before activations."""
+        waiting = [
+            held
+            for held in self._table.held.values()
+            if held.phase in (Phase.PLACING, Phase.RETURNING) and held.retry_at_s <= now_s
+        ]
+        for held in sorted(waiting, key=lambda held: (-held.phase, held.order)):
+            if held.phase is Phase.RETURNING:
+                if not held.sending_backward:
+                    self._return(held, now_s)
+            elif not held.sending_forward:
+                self._place(held, now_s, rng)
+
+    def _place(self, held: Held, now_s: float, rng: random.Random) -> None:
+        place = self._table.place
+        if place is None:
+            return
+        stage = held.exit_stage + 1
+        if not held.ambiguous:
+            views = self._peers.views(now_s)
+            chosen = choose_next(stage, place.stage_count, views, self._visited(held), rng)
+            if chosen is None:
+                self._put_off(held, stage, now_s)
+                return
+            held.next_worker = chosen.next_worker
+        assert held.next_worker is not None
+        held.phase = Phase.AWAY
+        held.sending_forward = True
+        held.sent_at_s = now_s
+        self._peers.sending(held.next_worker)
+        route = (*held.route, held.own_hop(self._worker_id))
+        header = MicrobatchHeader(held.key, stage, route, held.loss_denominator, place.plan_version)
+        self._emit(SendMicrobatch(Direction.FORWARD, header, held.next_worker))
+
+    def _put_off(self, held: Held, stage: int, now_s: float) -> None:
+        """Nobody can take it now.
+
+        Backed-off holders are asked when their time comes; otherwise the plan must change.
+        """
+        retry_at_s = self._peers.next_retry_s(stage, now_s)
+        held.retry_at_s = now_s + self._timings.retry_most_s if retry_at_s is None else retry_at_s
+        if retry_at_s is None and held.failing_since_s is None:
+            held.failing_since_s = now_s
+        self._check_patience(held, f"no worker that holds stage {stage} can be reached", now_s)
+
+    def _return(self, held: Held, now_s: float) -> None:
+        place, previous = self._table.place, held.previous
+        if place is None or previous is None:
+            return
+        held.sending_backward = True
+        held.sent_at_s = now_s
+        header = MicrobatchHeader(
+            held.key,
+            held.entry_stage - 1,
+            held.full_route,
+            held.loss_denominator,
+            place.plan_version,
+            held.loss_sum,
+            held.target_count,
+        )
+        self._emit(SendMicrobatch(Direction.BACKWARD, header, previous))
+
+    def sent(self, event: MicrobatchSent, now_s: float) -> None:
+        if self._table.outcome_of_orphan(event.direction, event.key, event.to):
+            return
+        held = self._table.held.get(event.key)
+        if held is None:
+            self._counters["unexpected_outcomes"] += 1
+            return
+        self._peers.succeeded(event.to, event.receipt, now_s - held.sent_at_s, now_s)
+        if event.direction is Direction.FORWARD:
+            held.sending_forward = False
+            held.settle()
+            if not held.trains:
+                self._table.drop(held)
+        else:
+            held.sending_backward = False
+            self._table.drop(held)
+
+    def not_sent(self, event: MicrobatchNotSent, now_s: float) -> None:
+        if self._table.outcome_of_orphan(event.direction, event.key, event.to):
+            return
+        held = self._table.held.get(event.key)
+        if held is None:
+            self._counters["unexpected_outcomes"] += 1
+            return
+        forward = event.direction is Direction.FORWARD
+        if forward:
+            held.sending_forward = False
+            if held.phase is not Phase.AWAY:
+                return  # The gradient came back, or is coming: the receiver had it after all.
+            held.phase = Phase.PLACING
+        else:
+            held.sending_backward = False
+        self._counters["resends"] += 1
+        if self._peers.failed(event.to, event.refusal, now_s):
+            self._say(PeerUnreachable(event.to, event.reason))
+        held.ambiguous = held.ambiguous or not event.certain
+        timings = self._timings
+        if event.refusal is Refusal.BUSY:
+            held.busy_tries += 1
+            delay_s = timings.growing(timings.busy_first_s, timings.busy_most_s, held.busy_tries)
+        else:
+            held.tries += 1
+            delay_s = timings.growing(timings.retry_first_s, timings.retry_most_s, held.tries)
+            if held.failing_since_s is None:
+                held.failing_since_s = now_s
+        # With a free choice the next try waits for no one: the peer itself is left alone for a while.
+        held.retry_at_s = now_s if forward and not held.ambiguous else now_s + delay_s
+        reason = f"{'forward' if forward else 'gradient'} to {event.to}: {event.reason or event.refusal.name}"
+        if held.ambiguous and held.tries >= timings.ambiguous_tries and event.refusal is not Refusal.BUSY:
+            self._say(PeerUnreachable(event.to, event.reason))
+            self._give_up(held, reason)
+        else:
+            self._check_patience(held, reason, now_s)
+
+    def room_at(self, sender: WorkerId, now_s: float) -> None:
+        """A gradient came back from `sender`, so a slot gets free there:
+
+        one waiting microbatch may try at once.
+        """
+        self._peers.room_again(sender)
+        waiting = [held for held in self._table.held.values() if held.phase is Phase.PLACING]
+        if waiting:
+            held = min(waiting, key=lambda held: held.order)
+            held.retry_at_s = min(held.retry_at_s, now_s)
+
+    def _check_patience(self, held: Held, reason: str, now_s: float) -> None:
+        since_s = held.failing_since_s
+        if since_s is not None and now_s - since_s > self._timings.give_up_s:
+            self._give_up(held, reason)
+
+    def _give_up(self, held: Held, reason: str) -> None:
+        """For good: in training only a new attempt of the step can settle who accumulated it."""
+        self._counters["failures"] += 1
+        self._table.drop(held)
+        if held.trains:
+            self._table.failed.add(held.key)
+        self._say(MicrobatchFailed(held.key, reason))
+
+    # ------------------------------------------------------------------ questions
+
+    def _visited(self, held: Held) -> set[WorkerId]:
+        return {hop.worker_id for hop in held.route} | {self._worker_id}
+
+    def receipt(self) -> Receipt:
+        """What a sender is told of this worker."""
+        place = self._table.place
+        if place is None:
+            return Receipt()
+        queued = [
+            held for held in self._table.held.values() if held.phase in (Phase.QUEUED, Phase.GRADIENT_QUEUED)
+        ]
+        runs = [
+            (held.entry_stage, held.exit_stage if held.exit_stage >= 0 else place.span.last_stage)
+            for held in queued
+        ]
+        free = max(0, place.slots - len(self._table.held))
+        return Receipt(len(queued), free, queue_seconds(self.stage_seconds, runs))
+
+    def wake_at_s(self) -> float | None:
+        times = [
+            held.retry_at_s
+            for held in self._table.held.values()
+            if (held.phase is Phase.PLACING and not held.sending_forward)
+            or (held.phase is Phase.RETURNING and not held.sending_backward)
+        ]
+        return min(times, default=None)

@@ -1,0 +1,75 @@
+"""What must hold of a worker's core between any two events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlings_worker.core.effects import ComputeBackward, ComputeForward
+from starlings_worker.core.microbatches import Phase
+
+if TYPE_CHECKING:
+    from starlings_worker.core.core import WorkerCore
+
+
+def check(core: WorkerCore) -> None:
+    """Slots, phases, epochs, the device and bounded memory; raises AssertionError with the figures."""
+    if core.stopped:
+        return
+    _check_microbatches(core)
+    _check_device(core)
+    _check_exchange(core)
+
+
+def _check_microbatches(core: WorkerCore) -> None:
+    table = core.table
+    place = table.place
+    if place is None:
+        assert not table.held, "microbatches are held without a place in the plan"
+        assert not table.leases, "leases wait without a place in the plan"
+        return
+    for key, held in table.held.items():
+        assert key == held.key
+        assert held.entry_stage in place.span, f"{key} entered outside the span"
+        assert (held.entry_stage == 0) == (not held.route), f"{key}: only leases enter at stage 0"
+        assert held.trains or held.phase <= Phase.AWAY, f"{key}: a forward-only kind has no {held.phase.name}"
+        assert (held.arriving is not None) == (held.phase in (Phase.ARRIVING, Phase.GRADIENT_ARRIVING))
+        if held.trains:
+            assert held.epoch >= table.epoch, f"{key} is older than {table.epoch}"
+            assert held.phase <= Phase.QUEUED or held.epoch == table.epoch, f"{key} ran before its time"
+        if held.phase >= Phase.FORWARD:
+            assert held.exit_stage in place.span and held.exit_stage >= held.entry_stage
+        if held.phase is Phase.AWAY:
+            assert held.next_worker is not None and held.next_worker != core.worker_id
+        assert core.worker_id not in {hop.worker_id for hop in held.route}, f"{key} came twice"
+    for lease in table.leases:
+        assert lease.key not in table.held, f"{lease.key} is leased and held"
+    indices = [stage for stage in table.accumulated if stage not in place.span]
+    assert not indices, f"gradient of stages {indices} that are not held"
+
+
+def _check_device(core: WorkerCore) -> None:
+    running = core.device.running
+    busy = [held.key for held in core.table.held.values() if held.phase in (Phase.FORWARD, Phase.BACKWARD)]
+    if isinstance(running, ComputeForward | ComputeBackward):
+        assert busy == [running.key] or (not busy and running.key in core.table.doomed), (
+            f"{busy} != {running}"
+        )
+    else:
+        assert not busy, f"{busy} run although the device does {running}"
+        assert not core.table.doomed, "dropped microbatches wait for a device that does something else"
+    assert len(core.device.waiting) <= 16 + 8 * len(core.training.round.groups if core.training.round else ())
+
+
+def _check_exchange(core: WorkerCore) -> None:
+    training = core.training
+    if not core.loaded:
+        assert training.round is None and len(core.parts) == 0
+        return
+    if training.round is not None:
+        assert training.round.epoch == training.epoch, "a round of another epoch is open"
+    assert all(epoch >= training.epoch for epoch in core.parts.epochs()), "parts of an old epoch are kept"
+    if training.applying:
+        assert training.commit is not None
+    place = core.table.place
+    assert place is not None
+    assert training.version == training.epoch[0], f"version {training.version} at {training.epoch}"

@@ -1,0 +1,144 @@
+"""Where a microbatch leaves this worker's span, and who takes it next: pure functions of what is known now.
+
+The measure is the expected time until the last stage is done (design section 6): seconds here up to the
+boundary, the link, what waits at the next holder, its seconds to the end of its span, and beyond that the
+fastest holder of each stage.
+
+A microbatch visits a worker once. `passable` keeps the rest of the way open: after leaving here every later
+stage must have a holder that was not visited. That holds by induction for the next hop too, because spans are
+contiguous: whoever runs to the end of its span is needed for no later stage.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from starlings_protos.messages import Span, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class PeerView:
+    """What this worker knows of one holder at this moment.
+
+    `stage_seconds`: forward plus backward of one microbatch per stage of the span, in order. `backlog_s`:
+    work waiting there by its own last word, aged, plus what was sent there since. `free_slots`: None when
+    unknown. `usable`: not waiting for a retry. `link_s`: how long sending there took lately.
+    """
+
+    worker_id: WorkerId
+    span: Span
+    stage_seconds: tuple[float, ...]
+    backlog_s: float = 0.0
+    free_slots: int | None = None
+    usable: bool = True
+    link_s: float = 0.0
+
+    def seconds(self, first_stage: int, last_stage: int) -> float:
+        """Seconds for the stages first..last, all inside the span."""
+        low = first_stage - self.span.first_stage
+        return sum(self.stage_seconds[low : low + last_stage - first_stage + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A way out:
+
+    leave after stage `exit_stage`, to `next_worker` (None: the model ends here, or nobody is usable now).
+    """
+
+    exit_stage: int
+    next_worker: WorkerId | None
+    cost_s: float
+
+
+def passable(
+    stage: int, stage_count: int, peers: Collection[PeerView], visited: Collection[WorkerId]
+) -> bool:
+    """Whether stages `stage`.. to the last all have a holder that was not visited."""
+    return all(
+        any(later in peer.span and peer.worker_id not in visited for peer in peers)
+        for later in range(stage, stage_count)
+    )
+
+
+def fastest_tail_s(stage: int, stage_count: int, peers: Collection[PeerView]) -> float:
+    """Least seconds for the stages from `stage` to the last when each is done by its fastest holder."""
+    total = 0.0
+    for later in range(stage, stage_count):
+        total += min((peer.seconds(later, later) for peer in peers if later in peer.span), default=0.0)
+    return total
+
+
+def choose_next(
+    stage: int,
+    stage_count: int,
+    peers: Sequence[PeerView],
+    visited: Collection[WorkerId],
+    rng: random.Random,
+) -> Boundary | None:
+    """The best usable holder of `stage`, or None. A few per cent of noise keeps many senders from picking the
+    same one.
+
+    Holders that said they are full come after all others. `peers` in a fixed order, so that a seed fixes the
+    answer.
+    """
+    best: tuple[bool, float, WorkerId] | None = None
+    for peer in peers:
+        if not peer.usable or stage not in peer.span or peer.worker_id in visited:
+            continue
+        end = peer.span.last_stage
+        # Going on to the end of its span must leave a way; the span's end is the least demanding exit.
+        if not passable(end + 1, stage_count, peers, {*visited, peer.worker_id}):
+            continue
+        cost_s = (
+            peer.link_s
+            + peer.backlog_s
+            + peer.seconds(stage, end)
+            + fastest_tail_s(end + 1, stage_count, peers)
+        )
+        rank = (peer.free_slots == 0, cost_s * rng.uniform(0.97, 1.03), peer.worker_id)
+        if best is None or rank < best:
+            best = rank
+    return None if best is None else Boundary(stage - 1, best[2], best[1])
+
+
+def choose_exit(
+    entry_stage: int,
+    span: Span,
+    stage_count: int,
+    own_stage_seconds: Mapping[int, float],
+    peers: Sequence[PeerView],
+    visited: Collection[WorkerId],
+    *,
+    early_exits: bool,
+    margin: float,
+    rng: random.Random,
+) -> Boundary:
+    """Where a microbatch that enters at `entry_stage` leaves `span`; normally the end of the span.
+
+    An earlier boundary is taken only with `early_exits`, when its expected time beats the span's end by the
+    factor `margin` and every later stage has a holder off the route. `visited` includes this worker.
+    """
+    end = span.last_stage
+    own_s = 0.0
+    options: list[Boundary] = []
+    for exit_stage in range(entry_stage, end + 1):
+        own_s += own_stage_seconds.get(exit_stage, 0.0)
+        if exit_stage == stage_count - 1:
+            options.append(Boundary(exit_stage, None, own_s))
+            continue
+        if exit_stage != end and not (early_exits and passable(exit_stage + 1, stage_count, peers, visited)):
+            continue
+        onward = choose_next(exit_stage + 1, stage_count, peers, visited, rng)
+        if onward is not None:
+            options.append(Boundary(exit_stage, onward.next_worker, own_s + onward.cost_s))
+        elif exit_stage == end:
+            options.append(Boundary(exit_stage, None, own_s))
+    at_end = options[-1]
+    earlier = min(options[:-1], key=lambda option: option.cost_s, default=at_end)
+    if at_end.next_worker is None and end != stage_count - 1:
+        # Nobody is usable after the span's end just now: an earlier way that works is better than waiting.
+        return earlier
+    return earlier if earlier.cost_s * margin < at_end.cost_s else at_end

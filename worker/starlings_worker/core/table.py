@@ -1,0 +1,293 @@
+"""The microbatches that a worker holds or was granted, the slots they take, and what was accumulated from
+them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from starlings_protos.messages import (
+    Hop,
+    Lease,
+    LeaseKind,
+    MicrobatchHeader,
+    MicrobatchKey,
+    Receipt,
+    Refusal,
+    Span,
+    WorkerId,
+)
+from starlings_worker.core.admission import (
+    Admission,
+    Duplicate,
+    Rejection,
+    check_forward,
+    lease_room,
+    may_enter,
+)
+from starlings_worker.core.device import DeviceQueue
+from starlings_worker.core.effects import ForgetMicrobatch
+from starlings_worker.core.events import Direction
+from starlings_worker.core.microbatches import Held, Phase
+
+# Leases that may wait for a slot; each is a few kilobytes of tokens. The coordinator grants no more than was
+# wished for.
+LEASES_AT_MOST = 1024
+
+Epoch = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This worker's place in the plan.
+
+    Pushes under a plan older than `base_plan_version` belong to an earlier life.
+    """
+
+    span: Span
+    stage_count: int
+    slots: int
+    plan_version: int
+    base_plan_version: int
+
+
+class MicrobatchTable:
+    """`held` take slots; `leases` wait for one.
+
+    `accumulated` lists, per stage, the indices in the present epoch's gradient.
+    """
+
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        device: DeviceQueue,
+        counters: Counter[str],
+        forget: Callable[[ForgetMicrobatch], None],
+    ) -> None:
+        self._worker_id = worker_id
+        self._device = device
+        self._counters = counters
+        self._forget = forget
+        self._order = 0
+        self.place: Place | None = None
+        self.epoch: Epoch = (0, 0)
+        self.held: dict[MicrobatchKey, Held] = {}
+        self.leases: deque[Lease] = deque()
+        self.accumulated: dict[int, set[int]] = {}
+        self.failed: set[MicrobatchKey] = set()
+        # Dropped while the device worked on them: forgotten when it is done.
+        self.doomed: set[MicrobatchKey] = set()
+        # Transfers out of dropped microbatches whose outcome is still to come, and must not be taken for a
+        # later one's.
+        self.orphans: Counter[tuple[Direction, MicrobatchKey, WorkerId]] = Counter()
+
+    # ------------------------------------------------------------------ coming in
+
+    def admit(
+        self, direction: Direction, header: MicrobatchHeader, sender: WorkerId, receipt: Receipt
+    ) -> Admission:
+        """Judge a push by its header; on a Receipt the slot is taken and the transfer awaited."""
+        if self.place is None:
+            return Rejection(Refusal.NOT_HELD, "this worker holds no stage")
+        if header.plan_version < self.place.base_plan_version:
+            return Rejection(Refusal.STALE, f"plan {header.plan_version} is over")
+        if direction is Direction.BACKWARD:
+            return self._admit_backward(header, sender, receipt)
+        wrong = check_forward(header, sender, self._worker_id, self.place.span)
+        return wrong or self._admit_forward(self.place, header, sender, receipt)
+
+    def _admit_forward(
+        self, place: Place, header: MicrobatchHeader, sender: WorkerId, receipt: Receipt
+    ) -> Admission:
+        key = header.key
+        if key.kind is LeaseKind.TRAIN:
+            epoch = (key.step, key.attempt)
+            if epoch < self.epoch or key in self.failed:
+                return Rejection(Refusal.STALE, f"step {key.step} attempt {key.attempt} is over")
+            if key.step > self.epoch[0] + 1:
+                return Rejection(Refusal.BUSY, f"step {key.step} is further than the next one")
+            if epoch == self.epoch and key.index in self.accumulated.get(header.stage, ()):
+                return Duplicate(receipt)
+        held = self.held.get(key)
+        if held is not None:
+            if held.previous != sender or held.entry_stage != header.stage:
+                return Rejection(Refusal.STALE, "the microbatch came here another way")
+            if held.phase is Phase.ARRIVING:
+                return Rejection(Refusal.BUSY, "a transfer of this microbatch is under way")
+            return Duplicate(receipt)
+        if key in self.doomed or not may_enter(place.slots, len(self.held), place.span, header.stage):
+            return Rejection(Refusal.BUSY, "no free slot")
+        self._hold(key, header.stage, header.route, header.loss_denominator, Phase.ARRIVING).arriving = header
+        return receipt
+
+    def _admit_backward(self, header: MicrobatchHeader, sender: WorkerId, receipt: Receipt) -> Admission:
+        key = header.key
+        held = self.held.get(key)
+        if held is None:
+            if (key.step, key.attempt) == self.epoch and any(
+                key.index in done for done in self.accumulated.values()
+            ):
+                return Duplicate(receipt)
+            return Rejection(Refusal.STALE, "this worker does not hold the microbatch (any more)")
+        if held.phase < Phase.AWAY or not held.trains:
+            return Rejection(Refusal.MALFORMED, "no gradient is due yet")
+        position = len(held.route)
+        if (
+            held.next_worker != sender
+            or header.stage != held.exit_stage
+            or header.route[:position] != held.route
+            or len(header.route) <= position + 1
+            or header.route[position] != held.own_hop(self._worker_id)
+            or header.route[position + 1].worker_id != sender
+        ):
+            return Rejection(Refusal.MALFORMED, "the gradient does not come back the way the microbatch went")
+        if held.phase is Phase.GRADIENT_ARRIVING:
+            return Rejection(Refusal.BUSY, "a transfer of this gradient is under way")
+        if held.phase > Phase.GRADIENT_ARRIVING:
+            return Duplicate(receipt)
+        held.phase = Phase.GRADIENT_ARRIVING
+        held.arriving = header
+        return receipt
+
+    def arrived(self, direction: Direction, header: MicrobatchHeader, sender: WorkerId) -> Held | None:
+        """The microbatch whose awaited transfer is complete, now queued; None when it was dropped meanwhile."""
+        held = self.held.get(header.key)
+        awaited = Phase.ARRIVING if direction is Direction.FORWARD else Phase.GRADIENT_ARRIVING
+        if held is None or held.phase is not awaited or held.arriving != header:
+            self._counters["late_arrivals"] += 1
+            if held is None and header.key not in self.doomed:
+                self._forget(ForgetMicrobatch(header.key))
+            return None
+        held.arriving = None
+        if direction is Direction.FORWARD:
+            held.phase = Phase.QUEUED
+        else:
+            held.phase = Phase.GRADIENT_QUEUED
+            held.full_route = header.route
+            held.loss_sum, held.target_count = header.loss_sum, header.target_count
+        return held
+
+    def aborted(self, direction: Direction, header: MicrobatchHeader) -> None:
+        """An awaited transfer broke off: as if it had never been admitted."""
+        held = self.held.get(header.key)
+        if held is None or held.arriving != header:
+            return
+        held.arriving = None
+        self._counters["broken_arrivals"] += 1
+        if direction is Direction.FORWARD:
+            self.drop(held)
+        else:
+            held.phase = Phase.AWAY
+
+    def _hold(
+        self, key: MicrobatchKey, stage: int, route: tuple[Hop, ...], denominator: float, phase: Phase
+    ) -> Held:
+        self._order += 1
+        held = self.held[key] = Held(key, stage, route, denominator, self._order, phase)
+        return held
+
+    # ------------------------------------------------------------------ leases
+
+    def grant(self, lease: Lease) -> None:
+        """Queue a lease for a slot. What is over, or here already, is dropped."""
+        key = lease.key
+        if key in self.held or any(other.key == key for other in self.leases):
+            self._counters["duplicate_leases"] += 1
+            return
+        over = key.kind is LeaseKind.TRAIN and (
+            (key.step, key.attempt) < self.epoch
+            or key in self.failed
+            or ((key.step, key.attempt) == self.epoch and key.index in self.accumulated.get(0, ()))
+        )
+        if over or self.place is None or 0 not in self.place.span or len(self.leases) >= LEASES_AT_MOST:
+            self._counters["leases_dropped"] += 1
+            if key not in self.doomed:
+                self._forget(ForgetMicrobatch(key))
+            return
+        self.leases.append(lease)
+
+    def promote(self) -> None:
+        """Give free slots to leases of the present epoch, oldest first."""
+        if self.place is None:
+            return
+        for lease in list(self.leases):
+            if not may_enter(self.place.slots, len(self.held), self.place.span, 0):
+                return
+            key = lease.key
+            if (key.kind is LeaseKind.TRAIN and (key.step, key.attempt) != self.epoch) or key in self.doomed:
+                continue
+            self.leases.remove(lease)
+            self._hold(key, 0, (), lease.loss_denominator, Phase.QUEUED)
+
+    def wish(self) -> int:
+        """How many more leases could be begun now; one more than that where a single slot would wait for each
+        answer.
+        """
+        if self.place is None or self.place.span.first_stage != 0:
+            return 0
+        most = lease_room(self.place.slots, 0, self.place.span)
+        prefetch = 1 if most <= 1 else 0
+        room = lease_room(self.place.slots, len(self.held), self.place.span)
+        return max(0, room + prefetch - len(self.leases))
+
+    # ------------------------------------------------------------------ going away
+
+    def drop(self, held: Held) -> None:
+        """Free the slot and the tensors; the latter only when the device lets go of them."""
+        del self.held[held.key]
+        if held.sending_forward and held.next_worker is not None:
+            self.orphans[Direction.FORWARD, held.key, held.next_worker] += 1
+        if held.sending_backward and held.previous is not None:
+            self.orphans[Direction.BACKWARD, held.key, held.previous] += 1
+        if self._device.works_on(held.key):
+            self.doomed.add(held.key)
+        else:
+            self._forget(ForgetMicrobatch(held.key))
+
+    def outcome_of_orphan(self, direction: Direction, key: MicrobatchKey, to: WorkerId) -> bool:
+        triple = (direction, key, to)
+        if self.orphans[triple] <= 0:
+            del self.orphans[triple]
+            return False
+        self.orphans[triple] -= 1
+        if not self.orphans[triple]:
+            del self.orphans[triple]
+        return True
+
+    def device_released(self, key: MicrobatchKey) -> bool:
+        """The device is done with `key`; True when it had been dropped meanwhile (its tensors are freed now)."""
+        if key not in self.doomed:
+            return False
+        self.doomed.discard(key)
+        self._forget(ForgetMicrobatch(key))
+        return True
+
+    def begin_epoch(self, epoch: Epoch) -> None:
+        """Drop what belongs to earlier epochs; what came early for this one becomes current."""
+        self.epoch = epoch
+        self.accumulated = {}
+        self.failed = set()
+        self._drop_all(held for held in self.held.values() if held.trains and held.epoch < epoch)
+        for lease in list(self.leases):
+            if lease.key.kind is LeaseKind.TRAIN and (lease.key.step, lease.key.attempt) < epoch:
+                self.leases.remove(lease)
+                self._forget(ForgetMicrobatch(lease.key))
+
+    def reset(self, epoch: Epoch) -> None:
+        """Drop everything: the span changes."""
+        self._drop_all(self.held.values())
+        for lease in self.leases:
+            self._forget(ForgetMicrobatch(lease.key))
+        self.leases.clear()
+        self.place = None
+        self.begin_epoch(epoch)
+
+    def _drop_all(self, doomed: Iterable[Held]) -> None:
+        for held in sorted(doomed, key=lambda held: held.order):
+            self.drop(held)
+
+    def accumulate(self, held: Held) -> None:
+        for stage in range(held.entry_stage, held.exit_stage + 1):
+            self.accumulated.setdefault(stage, set()).add(held.key.index)
