@@ -195,9 +195,9 @@ class WorkerCore:
                 self.outbox.restored()
             case MicrobatchArrived():
                 self.progress += 1
-                if self.table.arrived(event.direction, event.header, event.sender) is not None:
-                    if event.direction is Direction.BACKWARD:
-                        self.flow.room_at(event.sender, now_s)
+                held = self.table.arrived(event.direction, event.header, event.sender)
+                if held is not None and event.direction is Direction.BACKWARD:
+                    self.flow.room_at(event.sender, now_s)
             case ArrivalAborted():
                 self.table.aborted(event.direction, event.header)
             case PartArrived():
@@ -303,7 +303,9 @@ class WorkerCore:
             self.counters["stale_messages"] += 1
             return
         if old is not None and new.plan_version == old.plan_version:
+            # Said again after a reconnection.
             if self.loaded:
+                self.training.raise_attempt(new.step, new.attempt)
                 self._ready_wanted = True
                 self._report_ready()
             return
@@ -422,11 +424,8 @@ class WorkerCore:
     def _look_at_time(self, now_s: float) -> None:
         if self.loaded:
             self.training.look_at_time(now_s)
-        if (
-            self._load_again_at_s is not None
-            and now_s >= self._load_again_at_s
-            and self.assignment is not None
-        ):
+        again_at_s = self._load_again_at_s
+        if again_at_s is not None and now_s >= again_at_s and self.assignment is not None:
             self._load_again_at_s = None
             self.device.push(Load(self.assignment))
         if self._leaving is None:

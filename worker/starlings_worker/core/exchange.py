@@ -158,12 +158,7 @@ class Round:
         for group in self.groups.values():
             if not group.opened:
                 continue
-            if (
-                group.owns_part
-                and not group.alone
-                and not group.reducing
-                and not self._missing_contributions(group)
-            ):
+            if self._may_reduce(group):
                 group.reducing = True
                 self._push(ReducePart(self.step, self.attempt, group.name))
             if not group.assembling and (group.alone or not self._missing_aggregates(group)):
@@ -173,6 +168,11 @@ class Round:
                 if not transfer.done and not transfer.sending and transfer.wanted_at_s <= now_s:
                     transfer.sending = True
                     self._emit(SendPart(transfer.leg, transfer.header, transfer.to))
+
+    def _may_reduce(self, group: GroupRound) -> bool:
+        if group.alone or not group.owns_part or group.reducing:
+            return False
+        return not self._missing_contributions(group)
 
     def _missing_contributions(self, group: GroupRound) -> list[WorkerId]:
         return [
@@ -241,9 +241,7 @@ class Round:
                 missing.append(f"{group.name}: its own vector")
                 continue
             if group.owns_part and not group.reduced:
-                missing += [
-                    f"{group.name}: the contribution of {who}" for who in self._missing_contributions(group)
-                ]
+                missing += [f"{group.name}: a part of {who}" for who in self._missing_contributions(group)]
             missing += [
                 f"{group.name}: the aggregate of {who}"
                 for who in self._missing_aggregates(group)

@@ -314,9 +314,8 @@ class Flow:
         place = self._table.place
         if place is None:
             return Receipt()
-        queued = [
-            held for held in self._table.held.values() if held.phase in (Phase.QUEUED, Phase.GRADIENT_QUEUED)
-        ]
+        waiting = (Phase.QUEUED, Phase.GRADIENT_QUEUED)
+        queued = [held for held in self._table.held.values() if held.phase in waiting]
         runs = [
             (held.entry_stage, held.exit_stage if held.exit_stage >= 0 else place.span.last_stage)
             for held in queued

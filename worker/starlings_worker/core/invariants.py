@@ -37,9 +37,9 @@ def _check_microbatches(core: WorkerCore) -> None:
             assert held.epoch >= table.epoch, f"{key} is older than {table.epoch}"
             assert held.phase <= Phase.QUEUED or held.epoch == table.epoch, f"{key} ran before its time"
         if held.phase >= Phase.FORWARD:
-            assert held.exit_stage in place.span and held.exit_stage >= held.entry_stage
+            assert held.entry_stage <= held.exit_stage <= place.span.last_stage
         if held.phase is Phase.AWAY:
-            assert held.next_worker is not None and held.next_worker != core.worker_id
+            assert held.next_worker not in (None, core.worker_id)
         assert core.worker_id not in {hop.worker_id for hop in held.route}, f"{key} came twice"
     for lease in table.leases:
         assert lease.key not in table.held, f"{lease.key} is leased and held"
@@ -49,7 +49,8 @@ def _check_microbatches(core: WorkerCore) -> None:
 
 def _check_device(core: WorkerCore) -> None:
     running = core.device.running
-    busy = [held.key for held in core.table.held.values() if held.phase in (Phase.FORWARD, Phase.BACKWARD)]
+    on_device = (Phase.FORWARD, Phase.BACKWARD)
+    busy = [held.key for held in core.table.held.values() if held.phase in on_device]
     if isinstance(running, ComputeForward | ComputeBackward):
         assert busy == [running.key] or (not busy and running.key in core.table.doomed), (
             f"{busy} != {running}"
@@ -63,7 +64,8 @@ def _check_device(core: WorkerCore) -> None:
 def _check_exchange(core: WorkerCore) -> None:
     training = core.training
     if not core.loaded:
-        assert training.round is None and len(core.parts) == 0
+        assert training.round is None, "a round is open although nothing is loaded"
+        assert len(core.parts) == 0, "parts are kept although nothing is loaded"
         return
     if training.round is not None:
         assert training.round.epoch == training.epoch, "a round of another epoch is open"

@@ -27,10 +27,7 @@ def _key(leg: Leg, header: ExchangeHeader, sender: WorkerId) -> Key:
 
 
 def group_is_held(group: str, span: Span, stage_count: int) -> bool:
-    """Whether a worker with `span` belongs to `group`:
-
-    "stage:N" or "tied" (holders of the first and of the last stage).
-    """
+    """Whether a worker with `span` belongs to `group`: "stage:N", or "tied" (first and last stage)."""
     if group == "tied":
         return span.first_stage == 0 or span.last_stage == stage_count - 1
     kind, _, number = group.partition(":")
@@ -114,7 +111,7 @@ class PartStore:
                     self._forget(ForgetPart(key[0], header, key[4]))
 
     def begin_epoch(self, epoch: Epoch) -> None:
-        """Forget what belongs to earlier epochs; the shell frees it with ClearGradients, ApplyStep, or Load."""
+        """Forget what belongs to earlier epochs; the shell frees it (ClearGradients, ApplyStep, Load)."""
         self._parts = {key: value for key, value in self._parts.items() if key[1] >= epoch}
 
     def clear(self) -> None:

@@ -27,6 +27,10 @@ class PeerState:
     retry_at_s: float = 0.0
     told_unreachable: bool = False
 
+    @property
+    def free_slots_left(self) -> int | None:
+        return None if self.free_slots is None else max(0, self.free_slots - self.sent_since)
+
 
 def own_span_prior(assignment: Assignment) -> dict[int, float]:
     """A first guess at this worker's own seconds per stage:
@@ -80,9 +84,7 @@ class PeerTable:
                     state.span,
                     state.stage_seconds,
                     backlog_s=aged_s + state.sent_since * sum(state.stage_seconds),
-                    free_slots=None
-                    if state.free_slots is None
-                    else max(0, state.free_slots - state.sent_since),
+                    free_slots=state.free_slots_left,
                     usable=now_s >= state.retry_at_s,
                     link_s=state.link_s,
                 )
@@ -137,11 +139,8 @@ class PeerTable:
         else:
             delay_s = timings.growing(timings.retry_first_s, timings.retry_most_s, state.failures)
         state.retry_at_s = now_s + delay_s
-        if (
-            refusal is Refusal.UNSPECIFIED
-            and state.failures >= timings.unreachable_after
-            and not state.told_unreachable
-        ):
+        silent = refusal is Refusal.UNSPECIFIED and state.failures >= timings.unreachable_after
+        if silent and not state.told_unreachable:
             state.told_unreachable = True
             return True
         return False

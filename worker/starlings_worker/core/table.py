@@ -152,7 +152,7 @@ class MicrobatchTable:
         return receipt
 
     def arrived(self, direction: Direction, header: MicrobatchHeader, sender: WorkerId) -> Held | None:
-        """The microbatch whose awaited transfer is complete, now queued; None when it was dropped meanwhile."""
+        """The microbatch whose awaited transfer is complete, now queued; None when it was dropped."""
         held = self.held.get(header.key)
         awaited = Phase.ARRIVING if direction is Direction.FORWARD else Phase.GRADIENT_ARRIVING
         if held is None or held.phase is not awaited or held.arriving != header:
@@ -257,7 +257,7 @@ class MicrobatchTable:
         return True
 
     def device_released(self, key: MicrobatchKey) -> bool:
-        """The device is done with `key`; True when it had been dropped meanwhile (its tensors are freed now)."""
+        """The device is done with `key`; True when it had been dropped meanwhile: it is freed now."""
         if key not in self.doomed:
             return False
         self.doomed.discard(key)

@@ -267,9 +267,7 @@ class Training:
         self._outbox.forget(Ready)
         self._table.begin_epoch(epoch)
         # The shell drops the applied step's parts by itself, but not those of a void attempt of the next one.
-        self._parts.drop(
-            lambda _, header, __: (header.step, header.attempt) < epoch and header.step == epoch[0]
-        )
+        self._parts.drop(lambda _, header, __: epoch > (header.step, header.attempt) >= (epoch[0], 0))
         self._parts.begin_epoch(epoch)
         if self.next_opened is not None:
             message, self.next_opened = self.next_opened, None
@@ -321,10 +319,8 @@ class Training:
             return
         self.round.advance(now_s)
         if not self.round.assembled and now_s >= self.round.deadline_at_s:
-            missing = next(name for name, group in self.round.groups.items() if group.result is None)
-            self._fail(
-                self.round, missing, f"not complete by the deadline; missing: {self.round.waits_for()}"
-            )
+            late = next(name for name, group in self.round.groups.items() if group.result is None)
+            self._fail(self.round, late, f"not complete by the deadline; missing: {self.round.waits_for()}")
 
     def _fail(self, failing: Round, group: str, reason: str) -> None:
         """Once per round: the attempt is void, and the coordinator raises it."""
