@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from starlings_worker.parts import PART_MULTIPLE_ELEMENTS, cut
 
 _weights = st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=20).filter(
@@ -18,7 +21,7 @@ def test_parts_cover_the_vector_once(size: int, weights: list[float]):
     parts = cut(size, shares)
     assert parts[0][0] == 0
     assert parts[-1][1] == size
-    assert all(a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
     for (begin, end), share in zip(parts, shares, strict=True):
         assert begin % PART_MULTIPLE_ELEMENTS == 0 or begin == size
         assert abs((end - begin) - share * size) < 2 * PART_MULTIPLE_ELEMENTS + 1e-6 * size

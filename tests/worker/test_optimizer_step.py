@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from starlings_worker.digest import bits_digest, squared_norm
 from starlings_worker.flat import Entry, FlatVector
 from starlings_worker.optimizer import AdamW, Optimizer, Sgd
@@ -79,7 +80,9 @@ def test_the_same_gradients_give_the_same_bits(optimizer: Optimizer):
 
 
 def test_every_operation_is_rounded_alone():
-    """A dumb twin in float64 that rounds after each operation: equal to the last bit, so nothing was fused."""
+    """A dumb twin in float64 that rounds after each operation: equal to the last bit, so nothing was
+    fused.
+    """
     optimizer = AdamW()
     vector = _vector(optimizer)
     vector.gradient.normal_(generator=torch.Generator().manual_seed(3))

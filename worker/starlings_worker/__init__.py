@@ -1,1 +1,3 @@
-"""The worker: a supervisor that holds identity and the control stream, and one engine per device that computes."""
+"""The worker: a supervisor that holds identity and the control stream, and one engine per device that
+computes.
+"""

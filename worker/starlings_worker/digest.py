@@ -23,8 +23,8 @@ def bits_digest(vector: Tensor) -> int:
     """
     size = vector.numel()
     even = size - size % 2
-    # Two neighbours make one word: half the work of widening every element. A slice may begin at an odd element,
-    # where a 64-bit view is not allowed.
+    # Two neighbours make one word: half the work of widening every element. A slice may begin at an odd
+    # element, where a 64-bit view is not allowed.
     if vector.storage_offset() % 2:
         vector = vector.clone()
     words = vector[:even].view(torch.int64)

@@ -1,7 +1,8 @@
 """A group's parameters as one flat vector: the unit of exchange, of clipping and of the optimizer.
 
-Parameters of a group lie one after another in (block order, name) order, in float32, without gaps. The modules'
-parameters and their `.grad` are views, so that autograd accumulates straight into the vector that is exchanged.
+Parameters of a group lie one after another in (block order, name) order, in float32, without gaps. The
+modules' parameters and their `.grad` are views, so that autograd accumulates straight into the vector that is
+exchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Slot:
 
 
 class FlatVector:
-    """Weights, gradient accumulator and optimizer state of one group, each a flat float32 vector of `size`."""
+    """Weights, gradient accumulator and optimizer state of one group, each a flat float32 vector of
+    `size`.
+    """
 
     def __init__(
         self, group: str, entries: Sequence[Entry], state_names: Iterable[str], device: torch.device

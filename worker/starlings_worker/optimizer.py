@@ -1,10 +1,10 @@
 """AdamW and SGD on flat vectors, as separately rounded elementwise operations.
 
-Replicas must stay bit-identical although their processors differ. Stock optimizers fuse multiply and add where the
-processor can, and so give other last bits on AVX2 than on AVX-512 (measured). Here every operation is one IEEE
-multiplication, addition, division or square root whose result is rounded to float32, and every scalar is rounded to
-float32 by torch in the same way everywhere. Divisions by a scalar are written as multiplications with its reciprocal,
-because torch's CUDA kernels do that anyway.
+Replicas must stay bit-identical although their processors differ. Stock optimizers fuse multiply and add
+where the processor can, and so give other last bits on AVX2 than on AVX-512 (measured). Here every operation
+is one IEEE multiplication, addition, division or square root whose result is rounded to float32, and every
+scalar is rounded to float32 by torch in the same way everywhere. Divisions by a scalar are written as
+multiplications with its reciprocal, because torch's CUDA kernels do that anyway.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdamW:
-    """Loshchilov & Hutter, "Decoupled weight decay regularization" (2019), algorithm 2, without schedule factor."""
+    """Loshchilov & Hutter, "Decoupled weight decay regularization" (2019), algorithm 2, without schedule
+    factor.
+    """
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -69,7 +71,9 @@ class AdamW:
 
 @dataclass(frozen=True, slots=True)
 class Sgd:
-    """Gradient descent with heavy-ball momentum: torch.optim.SGD without dampening; decay is part of the gradient."""
+    """Gradient descent with heavy-ball momentum: torch.optim.SGD without dampening; decay is part of the
+    gradient.
+    """
 
     momentum: float = 0.0
     weight_decay: float = 0.0
@@ -99,9 +103,10 @@ class Sgd:
 def _root(value: Tensor, out: Tensor) -> Tensor:
     """The correctly rounded square root, into `out`.
 
-    On CPUs torch's own float32 root comes from a vendor library whose last bit varies with the processor (measured: 1
-    of 30,000 is not the nearest float32). The root of a float32 lies at least 2^-50 away from every midpoint of two
-    float32, so that a float64 root, even one that is off by a unit, rounds to the right one.
+    On CPUs torch's own float32 root comes from a vendor library whose last bit varies with the processor
+    (measured: 1 of 30,000 is not the nearest float32). The root of a float32 lies at least 2^-50 away from
+    every midpoint of two float32, so that a float64 root, even one that is off by a unit, rounds to the right
+    one.
     """
     if value.device.type == "cpu":
         return out.copy_(value.double().sqrt_())

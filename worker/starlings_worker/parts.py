@@ -12,8 +12,8 @@ PART_MULTIPLE_ELEMENTS = 128
 def cut(size: int, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
     """Bounds [start, stop) of each member's part, by largest remainder in units of 128 elements.
 
-    A share of 0 gets nothing; a small vector among many members may leave others with nothing too. Equal remainders
-    go to the earlier member.
+    A share of 0 gets nothing; a small vector among many members may leave others with nothing too. Equal
+    remainders go to the earlier member.
 
     Raises:
         ValueError: shares that are negative, not finite, or do not add up to 1.
