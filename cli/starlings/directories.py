@@ -1,0 +1,69 @@
+"""Where jobs and workers live on this machine, and which one a command means."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import platformdirs
+
+from starlings.failures import CommandError, ExitCode
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+
+
+def jobs_root() -> Path:
+    """`<user data>/starlings/jobs`; the folder may not exist yet."""
+    return Path(platformdirs.user_data_dir("starlings", appauthor=False)) / "jobs"
+
+
+def job_directory(job: str) -> Path:
+    """The default directory of a job by its name."""
+    if not _NAME.fullmatch(job):
+        raise CommandError(
+            f"'{job}' is not a job name: use letters, digits, '-' and '_', at most 63.", ExitCode.USAGE
+        )
+    return jobs_root() / job
+
+
+def is_prepared(directory: Path) -> bool:
+    """True when `starlings prepare` has finished there: its last file is in place."""
+    return (directory / "prepared.json").is_file()
+
+
+def local_jobs() -> list[Path]:
+    """Prepared jobs below the default root, sorted by name."""
+    root = jobs_root()
+    if not root.is_dir():
+        return []
+    return sorted(d for d in root.iterdir() if is_prepared(d))
+
+
+def choose_job(job: Path | None) -> Path:
+    """The job that an owner's command means: `--job DIR` (or a job's name), else the only local one.
+
+    Raises:
+        CommandError: no such job, none at all, or several to choose from.
+    """
+    if job is not None:
+        for candidate in (job, jobs_root() / job):
+            if is_prepared(candidate):
+                return candidate
+        raise CommandError(
+            f"{job} holds no prepared job: give the directory that `starlings prepare` wrote, "
+            f"or a name in {jobs_root()}.",
+            ExitCode.USAGE,
+        )
+    found = local_jobs()
+    if not found:
+        raise CommandError(
+            f"There is no job on this machine (looked in {jobs_root()}): give --job DIR, "
+            "or start with `starlings init`.",
+            ExitCode.USAGE,
+        )
+    if len(found) > 1:
+        names = ", ".join(d.name for d in found)
+        raise CommandError(
+            f"There are several jobs here ({names}): say which with --job NAME.", ExitCode.USAGE
+        )
+    return found[0]

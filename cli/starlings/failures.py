@@ -1,0 +1,130 @@
+"""How a command ends badly: one clear sentence with the fix, the sheet's exit code, no traceback.
+
+A traceback is printed only with `--debug` or STARLINGS_DEBUG, and a failure that nobody foresaw says that it
+is a bug.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import functools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import typer
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ExitCode(enum.IntEnum):
+    """The sheet of exit codes; docs/reference.md explains each."""
+
+    DONE = 0
+    BUG = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    INVITE_WRONG = 4
+    INVITE_EXPIRED = 5
+    INVITE_USED_UP = 6
+    REVOKED = 7
+    MISMATCH = 8
+    DISK_FULL = 9
+    PORT_BUSY = 10
+    IN_USE = 11
+    NO_DATA = 12
+    NO_DEVICE = 13
+    CAP_REACHED = 14
+    CLOCK = 15
+    INTERRUPTED = 130
+
+
+class CommandError(Exception):
+    """A failure that the user can do something about; its text says what."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = int(exit_code)
+
+
+def debugging() -> bool:
+    return os.environ.get("STARLINGS_DEBUG", "") not in ("", "0")
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """The sentence and the exit code for any exception that reaches a command's edge.
+
+    Errors of our packages carry `exit_code`; a few of the operating system's are known; all others are bugs.
+    """
+    code = getattr(error, "exit_code", None)
+    if isinstance(code, int):
+        return str(error), int(code)
+    if isinstance(error, KeyboardInterrupt):
+        return "Interrupted.", ExitCode.INTERRUPTED
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _WORKER_PACKAGES:
+        return (
+            f"This needs {error.name}, which is not installed here: "
+            'uv tool install --torch-backend auto "starlings[worker]" (or pip install "starlings[worker]").',
+            ExitCode.USAGE,
+        )
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if error.filename else ""
+        match error.errno:
+            case errno.ENOSPC | errno.EDQUOT:
+                return (
+                    f"The disk is full{where}: free some space, or choose another place with --dir.",
+                    ExitCode.DISK_FULL,
+                )
+            case errno.EADDRINUSE:
+                return (
+                    f"A port is busy{where}: stop what listens there, or choose another port (0 = any).",
+                    ExitCode.PORT_BUSY,
+                )
+            case errno.EACCES | errno.EPERM | errno.EROFS:
+                return (
+                    f"No permission{where}: choose a place that you may write to with --dir.",
+                    ExitCode.USAGE,
+                )
+            case errno.ENOENT | errno.ENOTDIR | errno.EISDIR:
+                return f"{error.strerror}{where}: check the path.", ExitCode.USAGE
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    return (
+        f"This is a bug in Starlings: {summary}. Run again with --debug and report what it prints.",
+        ExitCode.BUG,
+    )
+
+
+_WORKER_PACKAGES = frozenset({"torch", "transformers", "tokenizers", "pynvml"})
+
+
+def report(error: BaseException, *, as_json: bool) -> int:
+    """Prints the failure (stderr; with `as_json` also an object on stdout) and returns the exit code."""
+    message, code = explain(error)
+    if debugging() and not isinstance(error, KeyboardInterrupt):
+        traceback.print_exception(error)
+    prefix = "" if code == ExitCode.INTERRUPTED else "starlings: "
+    print(f"{prefix}{message}", file=sys.stderr, flush=True)
+    if as_json:
+        print(json.dumps({"error": message, "exit_code": int(code)}), flush=True)
+    return int(code)
+
+
+def guarded(command: Callable[P, R]) -> Callable[P, R]:
+    """Wraps a command so that every failure ends as `report` says. Usage errors of typer pass through."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except (typer.Exit, typer.Abort, typer.BadParameter):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            code = report(error, as_json=bool(kwargs.get("json_output", False)))
+        raise typer.Exit(code)
+
+    return run

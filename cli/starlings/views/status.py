@@ -1,0 +1,194 @@
+"""A running job: header, plan matrix, workers, events. Everything comes from one StatusReply and what was
+seen before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from starlings.views.figures import count, duration, size, sparkline
+from starlings_protos import control_pb2
+
+PHASE_STYLE = {
+    "gathering": "yellow",
+    "planning": "cyan",
+    "loading": "cyan",
+    "training": "green",
+    "finishing": "magenta",
+    "done": "bold green",
+    "failed": "bold red",
+}
+STATE_STYLE = {"training": "green", "lost": "red", "leaving": "yellow", "standby": "yellow"}
+_EVENT_STYLE = {
+    "join": "green",
+    "leave": "yellow",
+    "lost": "red",
+    "step_restarted": "yellow",
+    "refused": "red",
+    "plan": "cyan",
+}
+_WORKER_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta")
+
+
+@dataclass
+class History:
+    """Folds Watch replies: each carries only events and loss points newer than the last one asked for."""
+
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    events: list[control_pb2.Event] = field(default_factory=list)
+    last: control_pb2.StatusReply | None = None
+    _seen_event: int = 0
+
+    def add(self, reply: control_pb2.StatusReply) -> list[control_pb2.Event]:
+        """Remembers the reply; returns the events that were not seen before."""
+        fresh = [e for e in reply.events if e.sequence > self._seen_event]
+        for event in fresh:
+            self._seen_event = max(self._seen_event, event.sequence)
+        self.events.extend(fresh)
+        known = self.losses[-1][0] if self.losses else -1
+        self.losses.extend((p.step, p.loss) for p in reply.loss_curve if p.step > known)
+        self.last = reply
+        return fresh
+
+
+def short(worker_id: str) -> str:
+    """The first characters of an id: enough to tell workers of one swarm apart."""
+    return worker_id if worker_id == "keeper" else worker_id[:7]
+
+
+def worker_name(worker: control_pb2.WorkerStatus) -> str:
+    return f"{short(worker.worker_id)} {worker.device_class or worker.device or '?'}"
+
+
+def holds(worker: control_pb2.WorkerStatus, stage: int) -> bool:
+    return worker.HasField("span") and worker.span.first_stage <= stage <= worker.span.last_stage
+
+
+def span_text(worker: control_pb2.WorkerStatus) -> str:
+    """ "0-2", "3", or "-" for a worker that holds nothing."""
+    if not worker.HasField("span"):
+        return "-"
+    first, last = worker.span.first_stage, worker.span.last_stage
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def plan_matrix(reply: control_pb2.StatusReply) -> Table:
+    """Stage x worker: one row per worker, one column per stage of the cut, a block where the worker holds the
+    stage.
+    """
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, expand=True)
+    table.add_column("worker", no_wrap=True)
+    for index, stage in enumerate(reply.stages):
+        blocks = str(stage.first_block)
+        if stage.last_block != stage.first_block:
+            blocks += f"-{stage.last_block}"
+        table.add_column(f"stage {index}\n[dim]blocks {blocks}[/dim]", justify="center", no_wrap=True)
+    for name in ("tokens/s", "compute", "wait", "sent"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("state", overflow="ellipsis", no_wrap=True)
+    for row, worker in enumerate(reply.workers):
+        colour = _WORKER_COLOURS[row % len(_WORKER_COLOURS)]
+        cells = [Text("█████" if holds(worker, s) else "·", style=colour) for s in range(len(reply.stages))]
+        busy, waiting = _shares(worker)
+        state = Text(worker.state, style=STATE_STYLE.get(worker.state, ""))
+        if worker.reason:
+            state.append(f": {worker.reason}", style="dim")
+        table.add_row(
+            Text(worker_name(worker), style=colour),
+            *cells,
+            f"{worker.tokens_per_second:,.0f}" if worker.HasField("span") else "",
+            busy,
+            waiting,
+            size(sum(worker.bytes_sent.values())),
+            state,
+        )
+    return table
+
+
+def _shares(worker: control_pb2.WorkerStatus) -> tuple[str, str]:
+    total = sum(worker.seconds.values())
+    if total <= 0:
+        return "", ""
+    return f"{worker.seconds['compute'] / total:.0%}", f"{worker.seconds['wait'] / total:.0%}"
+
+
+def header(
+    reply: control_pb2.StatusReply, losses: Sequence[tuple[int, float]], curve_width: int = 48
+) -> RenderableType:
+    """Progress, rate, loss and its curve."""
+    grid = Table.grid(padding=(0, 3))
+    grid.add_row(
+        Text.assemble(("step ", "dim"), f"{reply.step}/{reply.steps_total}"),
+        Text.assemble(("tokens ", "dim"), f"{count(reply.tokens)}/{count(reply.tokens_total)}"),
+        Text.assemble(("tokens/s ", "dim"), f"{reply.tokens_per_second:,.0f}"),
+        Text.assemble(("loss ", "dim"), (f"{reply.loss:.3f}" if losses else "-", "bold")),
+        Text.assemble(("elapsed ", "dim"), duration(reply.elapsed_s)),
+        Text.assemble(("plan ", "dim"), str(reply.plan_version)),
+    )
+    bar = ProgressBar(total=max(1, reply.steps_total), completed=reply.step)
+    lines: list[RenderableType] = [grid, bar]
+    curve = sparkline([loss for _, loss in losses], curve_width)
+    if curve:
+        values = [loss for _, loss in losses]
+        lines.append(
+            Text.assemble(("loss ", "dim"), f"{max(values):.2f} ", (curve, "cyan"), f" {values[-1]:.2f}")
+        )
+    if reply.waiting_for:
+        lines.append(Text(f"waiting for {reply.waiting_for.removeprefix('waiting for ')}", style="yellow"))
+    if reply.failure:
+        lines.append(Text(reply.failure, style="bold red"))
+    return Group(*lines)
+
+
+def event_lines(events: Sequence[control_pb2.Event], limit: int) -> RenderableType:
+    text = Text(no_wrap=True, overflow="ellipsis")
+    for event in events[-limit:]:
+        if text:
+            text.append("\n")
+        text.append(f"{duration(event.at_s):>7} ", style="dim")
+        text.append(f"{event.kind} ", style=_EVENT_STYLE.get(event.kind, ""))
+        text.append(event.text)
+    return text
+
+
+def status_panel(
+    reply: control_pb2.StatusReply,
+    losses: Sequence[tuple[int, float]],
+    events: Sequence[control_pb2.Event],
+    *,
+    event_limit: int = 6,
+) -> Panel:
+    """The whole picture of a job, for a live view or for one `starlings status`."""
+    parts: list[RenderableType] = [header(reply, losses)]
+    if reply.workers:
+        parts.append(plan_matrix(reply))
+    if events:
+        parts.append(event_lines(events, event_limit))
+    phase = Text(reply.phase, style=PHASE_STYLE.get(reply.phase, ""))
+    return Panel(
+        Group(*parts),
+        title=Text.assemble("starlings · ", (reply.job, "bold"), " · ", phase),
+        title_align="left",
+    )
+
+
+def status_line(reply: control_pb2.StatusReply) -> str:
+    """One plain line, for logs and pipes."""
+    if reply.phase in ("gathering", "planning", "loading"):
+        waiting = (
+            f": waiting for {reply.waiting_for.removeprefix('waiting for ')}" if reply.waiting_for else ""
+        )
+        return f"{duration(reply.elapsed_s)} {reply.phase}{waiting} ({len(reply.workers)} workers)"
+    return (
+        f"{duration(reply.elapsed_s)} {reply.phase} step {reply.step}/{reply.steps_total} "
+        f"tokens {count(reply.tokens)}/{count(reply.tokens_total)} at {reply.tokens_per_second:,.0f}/s "
+        f"loss {reply.loss:.3f}"
+    )

@@ -1,0 +1,94 @@
+"""The pictures of a job, drawn from recorded replies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console, RenderableType
+
+from starlings.views import figures, status
+from starlings_protos import control_pb2
+
+Recorded = Callable[[str], control_pb2.StatusReply]
+
+
+def drawn(view: RenderableType, width: int = 120) -> str:
+    console = Console(width=width, force_terminal=False, record=True, file=open("/dev/null", "w"))
+    console.print(view)
+    return console.export_text()
+
+
+def test_matrix_shows_every_worker_under_the_stages_it_holds(recorded: Recorded) -> None:
+    reply = recorded("training")
+    rows = [
+        line
+        for line in drawn(status.plan_matrix(reply)).splitlines()
+        if line.strip().startswith("w") and "worker" not in line
+    ]
+    assert len(rows) == 4
+    assert [row.count("█████") for row in rows] == [3, 1, 1, 1]
+    assert [row.count("·") for row in rows] == [0, 2, 2, 2]
+
+
+def test_panel_names_job_phase_progress_and_events(recorded: Recorded) -> None:
+    reply = recorded("training")
+    history = status.History()
+    assert len(history.add(reply)) == 4
+    assert history.add(reply) == []
+    text = drawn(status.status_panel(reply, history.losses, history.events))
+    for expected in ("demo", "training", "120/300", "492 k/1.23 M", "4,096", "2.713", "step 40 begins anew"):
+        assert expected in text
+
+
+def test_history_appends_only_what_is_new(recorded: Recorded) -> None:
+    history = status.History()
+    history.add(recorded("training"))
+    before = list(history.losses)
+    later = recorded("training")
+    del later.loss_curve[:]
+    later.loss_curve.add(step=before[-1][0] + 1, loss=2.0)
+    history.add(later)
+    assert history.losses == [*before, (before[-1][0] + 1, 2.0)]
+
+
+def test_a_waiting_job_says_what_for(recorded: Recorded) -> None:
+    reply = recorded("gathering")
+    assert "needs 3.1 GB more for stages 4-5" in status.status_line(reply)
+    text = drawn(status.status_panel(reply, [], []))
+    assert "waiting for workers: needs 3.1 GB more" in text
+    assert "standby: the plan waits" in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_any_terminal_width_draws(recorded: Recorded, width: int) -> None:
+    reply = recorded("training")
+    lines = drawn(status.status_panel(reply, [(0, 5.0)], list(reply.events)), width).splitlines()
+    assert max(len(line) for line in lines) <= width
+
+
+def test_an_empty_reply_draws() -> None:
+    assert drawn(status.status_panel(control_pb2.StatusReply(), [], []))
+    assert status.status_line(control_pb2.StatusReply())
+
+
+def test_figures_read_well() -> None:
+    assert [figures.count(v) for v in (7, 9999, 12_345, 1_234_567, 999_999)] == [
+        "7",
+        "9,999",
+        "12.3 k",
+        "1.23 M",
+        "1 M",
+    ]
+    assert [figures.size(v) for v in (12, 1_536_000, 3.1e9)] == ["12 B", "1.54 MB", "3.1 GB"]
+    assert [figures.duration(v) for v in (7.9, 750, 11100, -3)] == ["0:07", "12:30", "3:05:00", "0:00"]
+
+
+def test_sparkline_scales_and_survives_anything() -> None:
+    assert figures.sparkline([], 10) == ""
+    assert figures.sparkline([math.nan, math.inf], 10) == ""
+    assert figures.sparkline([3.0, 3.0], 10) == "▄▄"
+    curve = figures.sparkline([float(100 - i) for i in range(1000)], 20)
+    assert len(curve) == 20
+    assert (curve[0], curve[-1]) == ("█", "▁")
