@@ -1,0 +1,249 @@
+"""The sections of `job.toml`, one class each: keys, defaults, ranges. A comment above a key is its documentation."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from starlings_job.presets import PRESETS
+from starlings_job.units import parse_bytes, parse_count
+
+_CODEC = re.compile(r"exact|fp16|int8(:[1-9][0-9]{0,5})?")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+Count = Annotated[int, BeforeValidator(parse_count)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+def _codec(value: object) -> object:
+    if isinstance(value, str) and not _CODEC.fullmatch(value):
+        raise ValueError("must be a codec: 'exact', 'fp16' or 'int8:BLOCK', such as 'int8:128'")
+    return value
+
+
+Codec = Annotated[str, BeforeValidator(_codec)]
+
+
+def _texts(value: object, allowed: str) -> object:
+    """One string or a list of them, as a list."""
+    value = [value] if isinstance(value, str) else value
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(v, str) and v for v in value):
+        raise ValueError(f"must be {allowed}")
+    return value
+
+
+def _only(value: object, allowed: object, later: str) -> object:
+    """Refuses what is designed but not built: a job must not silently train in another way than it says."""
+    if value != allowed:
+        raise ValueError(f"{value!r} is not there yet ({later}); write {allowed!r}")
+    return value
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
+
+
+class JobSection(Section):
+    # Names directories, certificates and the invite.
+    name: str
+    # Everything random about the job follows from it: weights, held-out split, order of samples, plans.
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    # Training ends after the first step that reaches this many tokens (for classifiers: samples).
+    tokens: Count
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not _NAME.fullmatch(value):
+            raise ValueError(
+                "must be 1 to 63 of the characters A-Z a-z 0-9 . _ - beginning with a letter or digit"
+            )
+        return value
+
+
+class ModelSection(Section):
+    preset: str | None = None
+    # Path of a Hugging Face config.json (a file, or the directory that holds it): weights start at random.
+    config: str | None = None
+    # Directory with config.json and safetensors: weights start from there.
+    from_: str | None = Field(default=None, alias="from")
+    # Give input and output embeddings weights of their own where the configuration ties them.
+    untie: bool = False
+
+    @field_validator("preset")
+    @classmethod
+    def _preset(cls, value: str | None) -> str | None:
+        if value is not None and value not in PRESETS:
+            raise ValueError(f"{value!r} is no preset; allowed: {', '.join(sorted(PRESETS))}")
+        return value
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        names = (("preset", self.preset), ("config", self.config), ("from", self.from_))
+        return tuple(name for name, value in names if value is not None)
+
+
+class DataSection(Section):
+    # "stdlib", "shapes", or globs of files, relative to the job file.
+    source: tuple[str, ...] = ("stdlib",)
+    format: Literal["text", "jsonl"] = "text"
+    # "bytes", or a directory with tokenizer.json, or the file itself.
+    tokenizer: str = "bytes"
+    # Tokens per sample; the preset's own when left out.
+    sequence_length: int = Field(default=256, ge=1, le=1 << 20)
+    # About how many samples are kept back for evaluation, taken from whole documents where possible.
+    held_out: int = Field(default=256, ge=1, le=10**6)
+    # Use about this much text and no more.
+    limit: Bytes | None = None
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _source(cls, value: object) -> object:
+        return _texts(value, '"stdlib", "shapes", a glob such as "texts/**/*.txt", or a list of globs')
+
+
+class TrainSection(Section):
+    schedule: Literal["sync"] = "sync"
+    # Samples per optimizer step, over all workers.
+    batch: int = Field(default=16, ge=1, le=1 << 20)
+    # Samples that travel together; `batch` must be a multiple of it.
+    microbatch: int = Field(default=4, ge=1, le=1 << 16)
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(default=1e-3, gt=0, le=1e3)
+    # The rate after the cosine, as a fraction of `lr`.
+    lr_end: float = Field(default=0.1, ge=0, le=1)
+    decay: Literal["cosine", "none"] = "cosine"
+    # Steps of linear warm-up; a number below 1 is a fraction of all steps.
+    warmup: float = Field(default=0.05, ge=0)
+    # Limit on the global gradient norm; 0 = no clipping.
+    clip: float = Field(default=1.0, ge=0)
+    # AdamW, Loshchilov & Hutter 2019. Decay acts on tensors of two or more dimensions only.
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    epsilon: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    # SGD: v = momentum * v + g; w = w - lr * v.
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    # Parameters to train, as globs over Hugging Face names, such as "*.mlp.*"; the others stay as they are.
+    trainable: tuple[str, ...] = ("*",)
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def _schedule(cls, value: object) -> object:
+        return _only(value, "sync", "async comes in a later version")
+
+    @field_validator("trainable", mode="before")
+    @classmethod
+    def _trainable(cls, value: object) -> object:
+        return _texts(value, 'a glob over parameter names such as "*.mlp.*", or a list of them')
+
+    @field_validator("warmup", mode="before")
+    @classmethod
+    def _warmup(cls, value: object) -> object:
+        if isinstance(value, int | float) and value >= 1 and value != int(value):
+            raise ValueError("must be a whole number of steps, or a fraction of all steps below 1")
+        return value
+
+    @model_validator(mode="after")
+    def _whole_microbatches(self) -> Self:
+        if self.batch % self.microbatch:
+            raise ValueError(
+                f"batch = {self.batch} is not a multiple of microbatch = {self.microbatch}; "
+                f"write batch = {-(-self.batch // self.microbatch) * self.microbatch} or another microbatch"
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_microbatch(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "microbatch" not in values and isinstance(values.get("batch"), int):
+            batch = values["batch"]
+            return {**values, "microbatch": next((m for m in (4, 3, 2) if batch % m == 0), 1)}
+        return values
+
+
+class PipelineSection(Section):
+    # How activations and their gradients travel between stages.
+    codec: Codec = "int8:128"
+
+
+class ExchangeSection(Section):
+    preset: Literal["allreduce"] = "allreduce"
+    # How gradients travel between replicas; int8 comes with error feedback.
+    codec: Codec = "exact"
+    # Steps between exchanges.
+    every: int = 1
+    robust: Literal["none"] = "none"
+
+    @field_validator("preset", mode="before")
+    @classmethod
+    def _preset(cls, value: object) -> object:
+        return _only(
+            value, "allreduce", "pairs, diloco, noloco, sparseloco, gossip, palsgd come in later versions"
+        )
+
+    @field_validator("every", mode="before")
+    @classmethod
+    def _every(cls, value: object) -> object:
+        return _only(value, 1, "exchanges every H steps come with the presets pairs and diloco")
+
+    @field_validator("robust", mode="before")
+    @classmethod
+    def _robust(cls, value: object) -> object:
+        return _only(value, "none", "centred clipping and the trimmed mean come in later versions")
+
+
+class SwarmSection(Section):
+    # Training waits until this many workers are there.
+    min_workers: int = Field(default=1, ge=1, le=100_000)
+    # ... and until nobody has joined for this long.
+    settle_s: float = Field(default=10.0, ge=0, le=86400)
+
+
+class CheckpointSection(Section):
+    # Directory or fsspec URL (s3://bucket/path); the job's own directory when left out.
+    to: str | None = None
+    # Steps between checkpoints; 0 = only at the end.
+    every: int = Field(default=0, ge=0)
+    # How many to keep.
+    keep: int = Field(default=3, ge=1, le=10_000)
+
+
+class PortsSection(Section):
+    """0 = any free port; the chosen one is reported."""
+
+    control: int = Field(default=7700, ge=0, le=65535)
+    enrolment: int = Field(default=7701, ge=0, le=65535)
+    page: int = Field(default=7702, ge=0, le=65535)
+
+
+class NetworkSection(Section):
+    # Names or addresses under which volunteers reach the coordinator, for the invite; detected when left out.
+    host: tuple[str, ...] = ()
+    ports: PortsSection = PortsSection()
+
+    @field_validator("host", mode="before")
+    @classmethod
+    def _host(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("host")
+    @classmethod
+    def _host_characters(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for host in value:
+            if not re.fullmatch(r"[A-Za-z0-9.:_-]{1,253}", host):
+                raise ValueError(f"{host!r} is no host name or address (without a port)")
+        return value
+
+
+class BusSection(Section):
+    url: str | None = None
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _url(cls, value: object) -> object:
+        if value:
+            raise ValueError("the MQTT bus is not there yet (it comes in a later version); leave [bus] out")
+        return None

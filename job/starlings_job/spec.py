@@ -1,0 +1,207 @@
+"""The job's specification: what `job.toml` says, checked, with every default filled in.
+
+Torch-free. `load_job` reads a file; `prepared.load_prepared` adds what `starlings prepare` found out (the
+resolved model and the dataset's record format); `to_json` is what workers get.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ValidationError, model_validator
+
+from starlings_job.description import ModelDescription
+from starlings_job.errors import JobFileError
+from starlings_job.presets import PRESETS
+from starlings_job.records import DatasetMeta
+from starlings_job.sections import (
+    BusSection,
+    CheckpointSection,
+    DataSection,
+    ExchangeSection,
+    JobSection,
+    ModelSection,
+    NetworkSection,
+    PipelineSection,
+    Section,
+    SwarmSection,
+    TrainSection,
+)
+from starlings_job.spec_errors import explain_syntax_error, explain_validation_error
+
+# A job file and a resolved job are small; bytes from outside are looked at only below this.
+JSON_LIMIT_BYTES = 4 << 20
+
+
+class PreparedSection(Section):
+    """What `starlings prepare` found out: model.json and dataset.json. Never in a job file."""
+
+    model: dict[str, Any]
+    dataset: dict[str, Any]
+
+
+class JobSpec(Section):
+    """A checked job. Two jobs with equal `digest()` train alike, whoever owns them and however long."""
+
+    job: JobSection
+    model: ModelSection
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    pipeline: PipelineSection = PipelineSection()
+    exchange: ExchangeSection = ExchangeSection()
+    swarm: SwarmSection = SwarmSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    network: NetworkSection = NetworkSection()
+    bus: BusSection = BusSection()
+    prepared: PreparedSection | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        model, data = values.get("model"), values.get("data", {})
+        if not isinstance(model, dict) or not isinstance(data, dict):
+            return values
+        preset = PRESETS.get(str(model.get("preset")))
+        if preset is None:
+            return values
+        defaults: dict[str, Any] = {"sequence_length": preset.sequence_length}
+        if preset.family == "sequential":
+            defaults["source"] = ["shapes"]
+        return {**values, "data": {**defaults, **data}}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.prepared is None:
+            if len(self.model.chosen) != 1:
+                given = " and ".join(self.model.chosen) or "none of them"
+                raise ValueError(f"[model] needs exactly one of preset, config, from; it has {given}")
+            preset = PRESETS.get(self.model.preset or "")
+            if (preset is not None and preset.family == "sequential") != (self.data.source == ("shapes",)):
+                raise ValueError('[data] source "shapes" and [model] preset "shapes" belong together')
+        return self
+
+    # ---------------------------------------------------------------- numbers that follow
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Target tokens of one sample as the job counts them; 1 for classifiers."""
+        return self.data.sequence_length
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.batch * self.tokens_per_sample
+
+    @property
+    def steps_total(self) -> int:
+        return math.ceil(self.job.tokens / self.tokens_per_step)
+
+    @property
+    def microbatches_per_step(self) -> int:
+        return self.train.batch // self.train.microbatch
+
+    # ---------------------------------------------------------------- what preparation added
+
+    @property
+    def description(self) -> ModelDescription:
+        """The resolved model. Raises JobFileError when the job is not prepared."""
+        return ModelDescription.from_record(self._prepared().model)
+
+    @property
+    def dataset(self) -> DatasetMeta:
+        """The format of the dataset's records. Raises JobFileError when the job is not prepared."""
+        return DatasetMeta.from_record(self._prepared().dataset)
+
+    def _prepared(self) -> PreparedSection:
+        if self.prepared is None:
+            raise JobFileError(
+                f"job {self.job.name!r} is not prepared: run `starlings prepare` on its job file"
+            )
+        return self.prepared
+
+    # ---------------------------------------------------------------- bytes and digests
+
+    def to_json(self) -> bytes:
+        """What workers get: all that they must agree on, without the owner's paths and addresses."""
+        record = self.model_dump(mode="json", by_alias=True)
+        if self.prepared is not None:
+            record["model"] = {"untie": self.model.untie}
+            record["data"].update(source=["prepared"], tokenizer="prepared")
+            for section in ("checkpoint", "network", "bus"):
+                del record[section]
+        return _canonical(record)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> JobSpec:
+        """The inverse of `to_json`.
+
+        Raises:
+            JobFileError: not a job of this version; names the field.
+        """
+        if len(data) > JSON_LIMIT_BYTES:
+            raise JobFileError(f"a job of {len(data)} bytes is above the limit of {JSON_LIMIT_BYTES}")
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise JobFileError(explain_validation_error(error, cls, "the job", "")) from None
+
+    def digest(self) -> str:
+        """SHA-256 hex over what all must agree on. A longer `tokens` or another address leave it as it is."""
+        record = json.loads(self.to_json())
+        del record["job"]["tokens"]
+        for section in ("swarm", "checkpoint", "network", "bus"):
+            record.pop(section, None)
+        return hashlib.sha256(_canonical(record)).hexdigest()
+
+    def preparation_digest(self) -> str:
+        """SHA-256 hex over what `starlings prepare` depends on; while it is equal, a preparation is good."""
+        record = self.model_dump(mode="json", by_alias=True, include={"model", "data"})
+        record["seed"], record["trainable"] = self.job.seed, list(self.train.trainable)
+        return hashlib.sha256(_canonical(record)).hexdigest()
+
+
+def load_job(path: str | Path) -> JobSpec:
+    """The job that a `job.toml` describes.
+
+    Raises:
+        JobFileError: the file cannot be read, is no TOML, or says something that cannot be; names file, line,
+            key and what is allowed.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise JobFileError(
+            f"{path}: cannot read the job file ({error.strerror}); `starlings init` writes one"
+        ) from None
+    if len(data) > JSON_LIMIT_BYTES:
+        raise JobFileError(f"{path}: a job file of {len(data)} bytes is above {JSON_LIMIT_BYTES}")
+    try:
+        text = data.decode("utf-8")
+        return parse_job(text, str(path))
+    except UnicodeDecodeError as error:
+        raise JobFileError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+
+
+def parse_job(text: str, where: str = "job.toml") -> JobSpec:
+    """As `load_job`, from the file's text; `where` names it in errors."""
+    try:
+        record = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise JobFileError(explain_syntax_error(error, where)) from None
+    if "prepared" in record:
+        raise JobFileError(f"{where}: [prepared] is for `starlings prepare` and cannot stand in a job file")
+    try:
+        return JobSpec.model_validate(record)
+    except ValidationError as error:
+        raise JobFileError(explain_validation_error(error, JobSpec, where, text)) from None
+
+
+def _canonical(record: object) -> bytes:
+    return json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
