@@ -61,7 +61,7 @@ class ModelDescription:
         return ("embed", *layers, "head") if self.is_language_model else layers
 
     def kind(self, block: str) -> str:
-        """Blocks of one kind cost alike, so one of each is measured. Each child of a Sequential is its own."""
+        """Blocks of one kind cost alike: one of each is measured. Each child of a Sequential is its own."""
         if not self.is_language_model:
             return block
         return "layer" if block.startswith("layers.") else block

@@ -1,4 +1,4 @@
-"""The sections of `job.toml`, one class each: keys, defaults, ranges. A comment above a key is its documentation."""
+"""The sections of `job.toml`, one class each: keys, defaults, ranges. The comments document the keys."""
 
 from __future__ import annotations
 
