@@ -9,7 +9,7 @@ import platformdirs
 
 from starlings.failures import CommandError, ExitCode
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def jobs_root() -> Path:
@@ -21,7 +21,7 @@ def job_directory(job: str) -> Path:
     """The default directory of a job by its name."""
     if not _NAME.fullmatch(job):
         raise CommandError(
-            f"'{job}' is not a job name: use letters, digits, '-' and '_', at most 63.", ExitCode.USAGE
+            f"'{job}' is not a job name: use letters, digits and . _ -, at most 63.", ExitCode.USAGE
         )
     return jobs_root() / job
 

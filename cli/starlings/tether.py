@@ -1,8 +1,8 @@
 """`python -m starlings.tether ...`: the `starlings` command, tied to the life of the process that started it.
 
 The parent holds the write end of this process's stdin and never writes. When the parent goes, for whatever
-reason, the pipe ends: the command gets SIGTERM as from a service manager, and is ended for good if it has not left
-after `GRACE_S`. On Linux the kernel's parent-death signal covers the time until the watching thread runs.
+reason, the pipe ends: the command gets SIGTERM as from a service manager, and is ended for good if it has not
+left after `GRACE_S`. On Linux the kernel's parent-death signal covers the time until the watcher runs.
 """
 
 from __future__ import annotations

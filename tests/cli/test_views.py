@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ Recorded = Callable[[str], control_pb2.StatusReply]
 
 
 def drawn(view: RenderableType, width: int = 120) -> str:
-    console = Console(width=width, force_terminal=False, record=True, file=open("/dev/null", "w"))
+    console = Console(width=width, force_terminal=False, record=True, file=io.StringIO())
     console.print(view)
     return console.export_text()
 

@@ -42,7 +42,7 @@ _WORKER_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_
 class History:
     """Folds Watch replies: each carries only events and loss points newer than the last one asked for."""
 
-    losses: list[tuple[int, float]] = field(default_factory=list)
+    points: list[control_pb2.LossPoint] = field(default_factory=list)
     events: list[control_pb2.Event] = field(default_factory=list)
     last: control_pb2.StatusReply | None = None
     _seen_event: int = 0
@@ -53,10 +53,14 @@ class History:
         for event in fresh:
             self._seen_event = max(self._seen_event, event.sequence)
         self.events.extend(fresh)
-        known = self.losses[-1][0] if self.losses else -1
-        self.losses.extend((p.step, p.loss) for p in reply.loss_curve if p.step > known)
+        known = self.points[-1].step if self.points else -1
+        self.points.extend(p for p in reply.loss_curve if p.step > known)
         self.last = reply
         return fresh
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        return [(p.step, p.loss) for p in self.points]
 
 
 def short(worker_id: str) -> str:

@@ -1,0 +1,49 @@
+"""`starlings demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from starlings.failures import guarded
+
+DEFAULT_STEPS = 220
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(demo)
+
+
+@guarded
+def demo(
+    workers: Annotated[int, typer.Option(min=1, max=16, help="How many workers.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps; 4,096 tokens each.")] = DEFAULT_STEPS,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed: same weights, same order of samples.")] = 0,
+    directory: Annotated[Path, typer.Option("--dir", help="Where all files go.", metavar="DIR")] = Path(
+        "demo-run"
+    ),
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", help="Write the outcome there as JSON ('-' = all output as JSON lines).", metavar="FILE"
+        ),
+    ] = None,
+) -> None:
+    """A whole mixed swarm on this machine: one coordinator, four unlike workers, real text, a real model.
+
+    Everything is a real process over real mTLS; only the devices are emulated (by sleeping). Nothing is downloaded:
+    the text is the source code of Python's standard library. Takes about five minutes on two cores.
+
+    Examples:
+
+        starlings demo
+
+        starlings demo --steps 30 --json outcome.json
+    """
+    # Imported late: `--help` of any command must not load everything.
+    from starlings.demo.run import DemoOptions, run_demo
+
+    as_lines = json_file is not None and str(json_file) == "-"
+    run_demo(DemoOptions(workers, steps, seed, directory, None if as_lines else json_file, as_lines))

@@ -1,0 +1,1 @@
+"""`starlings demo`: a whole mixed swarm on one machine, every process real."""

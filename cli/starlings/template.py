@@ -1,0 +1,153 @@
+"""The commented job.toml that `starlings init` writes, made from the specification's fields and defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from starlings_job.presets import PRESETS
+from starlings_job.spec import JobSpec, parse_job
+
+# What a newcomer must decide, and what they get when they do not: everything else is written as a comment
+# with its default.
+CHOSEN: Mapping[str, Mapping[str, Any]] = {
+    "job": {"name": "first-flight", "seed": 0, "tokens": "2M"},
+    "model": {"preset": "tiny"},
+    "data": {"source": "stdlib", "held_out": 256},
+    "train": {"batch": 32, "microbatch": 4, "lr": 2e-3},
+}
+
+ABOUT: Mapping[str, str] = {
+    "job": "What this job is.",
+    "model": "What is trained: exactly one of preset, config, from.",
+    "data": "The text. It is tokenised once, by `starlings prepare`; volunteers need no copy of it.",
+    "train": "How it is trained. Every sample of a step is in the gradient of every stage exactly once.",
+    "pipeline": "How activations travel between the stages of the model.",
+    "exchange": "How replicas of a stage average their gradients.",
+    "swarm": "When training starts.",
+    "checkpoint": "Where and how often the weights are saved.",
+    "network": "How volunteers reach the coordinator.",
+    "network.ports": "Port 0 means any free one; the chosen one is reported.",
+    "bus": "MQTT for presence and telemetry: not there yet.",
+}
+
+COMMENTS: Mapping[str, str] = {
+    "job.name": "Letters, digits and . _ - ; names directories, certificates and the invite.",
+    "job.seed": "Weights, held-out split and the order of samples all follow from it.",
+    "job.tokens": "Train on this many tokens, then evaluate, save and end; a larger number later continues.",
+    "model.preset": "One of " + ", ".join(sorted(PRESETS)) + ".",
+    "model.config": "Or a Hugging Face config.json (families llama and gpt2): weights start at random.",
+    "model.from": "Or a Hugging Face directory with config.json and safetensors: weights start from there.",
+    "model.untie": "Give the input and the output embedding weights of their own.",
+    "data.source": '"stdlib" (Python\'s own sources), "shapes" (drawn images), or globs like "texts/**/*.txt".',
+    "data.format": '"text", or "jsonl" with {"text"} or {"prompt", "completion"} on each line.',
+    "data.tokenizer": '"bytes", or a tokenizer.json, or the directory that holds one.',
+    "data.sequence_length": "Tokens per sample. Left out: what suits the preset.",
+    "data.held_out": "About this many samples are kept back for evaluation.",
+    "data.limit": 'Use about this much text, such as "8MB". Left out: all of it.',
+    "train.schedule": '"sync": every step is exactly what one big machine would do.',
+    "train.batch": "Samples per optimizer step, over all workers.",
+    "train.microbatch": "Samples that travel together through the stages; batch must be a multiple of it.",
+    "train.optimizer": '"adamw" or "sgd".',
+    "train.lr": "The highest learning rate.",
+    "train.lr_end": "The rate at the end, as a fraction of lr.",
+    "train.decay": '"cosine" or "none".',
+    "train.warmup": "Steps of linear warm-up; below 1: a fraction of all steps.",
+    "train.clip": "Limit on the gradient norm of the whole model; 0 = none.",
+    "train.beta1": "AdamW: memory of the mean gradient.",
+    "train.beta2": "AdamW: memory of the squared gradient.",
+    "train.epsilon": "AdamW: keeps the division finite.",
+    "train.weight_decay": "AdamW: acts on matrices only, not on norms and biases.",
+    "train.momentum": "SGD only.",
+    "train.trainable": 'Globs over parameter names such as "*.mlp.*"; the others stay as they are.',
+    "pipeline.codec": '"int8:128" (a quarter of the bytes), "fp16" or "exact".',
+    "exchange.preset": '"allreduce": every replica of a stage, every step.',
+    "exchange.codec": '"exact", "fp16" or "int8:128" (with error feedback).',
+    "exchange.every": "Steps between exchanges.",
+    "exchange.robust": "Robust averaging: not there yet.",
+    "swarm.min_workers": "Training waits until this many workers are there,",
+    "swarm.settle_s": "... until they can hold every stage, and until nobody has joined for this long.",
+    "checkpoint.to": "A directory or an fsspec URL. Left out: the job's own directory.",
+    "checkpoint.every": "Steps between checkpoints; 0 = only at the end.",
+    "checkpoint.keep": "How many to keep.",
+    "network.host": "Names or addresses under which volunteers reach this machine. Left out: found out.",
+    "network.ports.control": "Workers keep one connection to it. Must be reachable from outside.",
+    "network.ports.enrolment": "Invites are traded for certificates here. Must be reachable from outside.",
+    "network.ports.page": "Reserved for the web page, on this machine only.",
+    "bus.url": "Leave it out.",
+}
+
+# Shown instead of a default that is "none", so that the line still says what may stand there.
+_EXAMPLES: Mapping[str, Any] = {
+    "model.config": "path/to/config.json",
+    "model.from": "path/to/model-directory",
+    "data.limit": "8MB",
+    "checkpoint.to": "s3://bucket/path",
+    "network.host": ["swarm.example.org"],
+}
+_SKIPPED = ("prepared", "bus")
+_HEAD = """\
+# A Starlings job. Lines that begin with '#' show defaults: remove the '#' to change one.
+# Next:  starlings prepare {file}  &&  starlings coordinator {file}
+"""
+
+
+def fields(model: type[BaseModel], prefix: str = "") -> list[tuple[str, Any]]:
+    """Every key of the specification as ("section.key", default), sections in order; None where there is no
+    default.
+    """
+    found: list[tuple[str, Any]] = []
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{field.alias or name}"
+        inner = field.annotation
+        if path in _SKIPPED:
+            continue
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            found += fields(inner, path + ".")
+        else:
+            found.append((path, None if field.is_required() else field.default))
+    return found
+
+
+def toml_value(value: Any) -> str:
+    """A TOML literal of a string, number, boolean or list of these."""
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(v) for v in value) + "]"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def render(
+    chosen: Mapping[str, Mapping[str, Any]] = CHOSEN, *, file: str = "job.toml", comments: bool = True
+) -> str:
+    """The text of a job file. Chosen keys are set; with `comments` all others follow as comments with their
+    defaults.
+    """
+    lines = [_HEAD.format(file=file)] if comments else []
+    section = ""
+    for path, default in fields(JobSpec):
+        here, _, key = path.rpartition(".")
+        if here != section:
+            if not comments and not chosen.get(here):
+                continue
+            section = here
+            lines += ["", f"# {ABOUT[here]}"] if comments else [""]
+            lines.append(f"[{here}]")
+        value = chosen.get(here, {}).get(key)
+        if not comments:
+            if value is not None:
+                lines.append(f"{key} = {toml_value(value)}")
+            continue
+        lines.append(f"# {COMMENTS[path]}")
+        if value is not None:
+            lines.append(f"{key} = {toml_value(value)}")
+        else:
+            shown = _EXAMPLES.get(path, default)
+            lines.append(f"# {key} = {toml_value(shown)}")
+    text = "\n".join(lines).replace("\n\n\n", "\n\n").strip() + "\n"
+    parse_job(text, file)
+    return text
