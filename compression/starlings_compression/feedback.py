@@ -1,0 +1,71 @@
+"""Error feedback: what a codec dropped is added to the next input (Seide 2014; Karimireddy 2019, EF-SGD).
+
+    x' = x + decay * residual ;   send encode(x') ;   residual = x' - decode(encode(x'))
+
+State is transactional: a round that did not commit must not leave a residual of bytes that nobody applied.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from starlings_compression.codec import Codec
+
+
+class ErrorFeedback:
+    """One per (stage, peer or group, part, direction): tensors of one shape, one after the other.
+
+    `encode` may be called again before `commit` or `rollback`: it starts from the last commit each time.
+    Residuals are float32 and stay on the tensor's device: 4 bytes per value, 8 between `encode` and `commit`.
+    """
+
+    def __init__(self, codec: Codec, decay: float = 1.0) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError("decay must lie between 0 and 1")
+        self.codec = codec
+        self.decay = decay
+        self._committed: torch.Tensor | None = None
+        self._pending: torch.Tensor | None = None
+
+    @property
+    def residual(self) -> torch.Tensor | None:
+        """What the next input is corrected by, as of the last commit; None before the first."""
+        return self._committed
+
+    @torch.no_grad()
+    def encode(self, tensor: torch.Tensor, *, name: str = "tensor") -> bytes:
+        """The Packed (float32) of `tensor` plus the committed residual; of `tensor` itself if lossless.
+
+        Raises:
+            CodecError: as `Codec.encode`; the residual is as it was.
+            ValueError: another shape than before.
+        """
+        self._pending = None
+        if self.codec.lossless:
+            return self.codec.encode(tensor, name=name)
+        if self._committed is not None and self._committed.shape != tensor.shape:
+            raise ValueError(
+                f"{name}: shape {tuple(tensor.shape)} follows {tuple(self._committed.shape)}; "
+                "the error of one tensor cannot be fed back to another"
+            )
+        corrected = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device).copy_(tensor)
+        if self._committed is not None:
+            corrected.add_(self._committed, alpha=self.decay)
+        data = self.codec.encode(corrected, name=name)
+        limit_bytes = corrected.numel() * corrected.element_size()
+        self.codec.add_decoded(data, corrected, weight=-1.0, limit_bytes=limit_bytes)
+        self._pending = corrected
+        return data
+
+    def commit(self) -> None:
+        """The bytes of the last `encode` count: keep what they dropped."""
+        if self._pending is not None:
+            self._committed, self._pending = self._pending, None
+
+    def rollback(self) -> None:
+        """The bytes of the last `encode` do not count: forget what they dropped."""
+        self._pending = None
+
+    def reset(self) -> None:
+        """Forget everything, as at the start: after a change of shape, or when other state replaced ours."""
+        self._committed = self._pending = None

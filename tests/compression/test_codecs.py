@@ -1,0 +1,337 @@
+"""What encoding and decoding promise: accuracy, edge cases, determinism, buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from starlings_compression.codec import Codec, decode_any, make_codec
+from starlings_compression.errors import CodecError
+from starlings_compression.tensors import CHUNK_ELEMENTS
+
+LOSSY = ("fp16", "int8:128", "int8:8", "int8:64")
+ALL = ("exact", *LOSSY)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+LIMIT = 1 << 30
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def round_trip(codec: Codec, tensor: torch.Tensor) -> torch.Tensor:
+    decoded = codec.decode(codec.encode(tensor), limit_bytes=LIMIT)
+    assert decoded.shape == tensor.shape
+    assert decoded.dtype == tensor.dtype
+    assert bool(torch.isfinite(decoded).all())
+    return decoded
+
+
+def block_peaks(tensor: torch.Tensor, block: int) -> torch.Tensor:
+    """The largest magnitude of each value's block, shaped like the tensor (float64)."""
+    flat = tensor.double().reshape(-1).abs()
+    padding = -flat.numel() % block
+    blocks = torch.nn.functional.pad(flat, (0, padding)).view(-1, block)
+    return blocks.amax(1, keepdim=True).expand_as(blocks).reshape(-1)[: flat.numel()].view(tensor.shape)
+
+
+# ---------------------------------------------------------------------- accuracy
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_exact_gives_back_every_type(dtype: torch.dtype) -> None:
+    tensor = (normal(5, 31) * 50).to(dtype)
+    assert torch.equal(round_trip(make_codec("exact"), tensor), tensor)
+
+
+@pytest.mark.parametrize("block", [8, 64, 128])
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e-6, 1.0, 1e12, 1e30])
+def test_int8_error_is_at_most_half_a_step_at_any_magnitude(block: int, scale: float) -> None:
+    tensor = normal(1000, seed=block) * scale
+    error = (round_trip(make_codec(f"int8:{block}"), tensor).double() - tensor.double()).abs()
+    # Half of (peak / 127), and a scale rounded up by 2**-8 at most.
+    assert bool((error <= block_peaks(tensor, block) / 254 * (1 + 2**-7)).all())
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e-6, 1.0, 1e12, 1e30])
+def test_fp16_keeps_eleven_bits_at_any_magnitude(scale: float) -> None:
+    tensor = normal(5000, seed=3) * scale
+    error = (round_trip(make_codec("fp16"), tensor).double() - tensor.double()).abs()
+    assert bool((error <= tensor.double().abs() * 2**-11 + block_peaks(tensor, 1024) * 2**-39).all())
+
+
+def test_quality_on_normal_and_heavy_tailed_values() -> None:
+    tensor = normal(1 << 16)
+    heavy = tensor * torch.exp(2 * normal(1 << 16, seed=1))
+
+    def relative_error(spec: str, values: torch.Tensor) -> float:
+        return float((round_trip(make_codec(spec), values) - values).norm() / values.norm())
+
+    assert relative_error("int8:128", tensor) < 0.008
+    assert relative_error("int8:64", tensor) < 0.007
+    assert relative_error("int8:128", heavy) < 0.02
+    assert relative_error("fp16", heavy) < 0.0003
+
+
+def test_rounding_is_unbiased() -> None:
+    tensor = normal(1 << 18, seed=5)
+    error = round_trip(make_codec("int8:128"), tensor).double() - tensor.double()
+    assert abs(float(error.mean())) < 5e-5
+
+
+def test_decoding_twice_encoded_values_changes_nothing_more() -> None:
+    """A part that is decoded and encoded again (by an owner of one contribution) does not drift."""
+    for spec in ("fp16", "int8:128"):
+        codec = make_codec(spec)
+        once = round_trip(codec, normal(4096, seed=8))
+        twice = round_trip(codec, once)
+        assert float((once - twice).norm() / once.norm()) < 2e-3
+
+
+# ---------------------------------------------------------------------- edge cases
+
+
+@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 8, 9, 127, 128, 129, 1023, 1025])
+def test_small_and_ragged_sizes(spec: str, dtype: torch.dtype, count: int) -> None:
+    tensor = normal(count, seed=count, dtype=dtype)
+    decoded = round_trip(make_codec(spec), tensor)
+    assert bool(torch.allclose(decoded.double(), tensor.double(), atol=0.03))
+
+
+@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("extra", [-1, 0, 1, 77, CHUNK_ELEMENTS])
+def test_sizes_around_the_chunk(spec: str, extra: int) -> None:
+    tensor = normal(CHUNK_ELEMENTS + extra, seed=2)
+    decoded = round_trip(make_codec(spec), tensor)
+    assert float((decoded - tensor).abs().max()) < 0.03
+    # The same values in a smaller tensor get the same bits: chunks leave no seam.
+    head = make_codec(spec)
+    assert torch.equal(round_trip(head, tensor[:4096]), decoded[:4096])
+
+
+@pytest.mark.parametrize("spec", LOSSY)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_zero_and_constant_blocks(spec: str, dtype: torch.dtype) -> None:
+    codec = make_codec(spec)
+    zeros = torch.zeros(300, dtype=dtype)
+    assert torch.equal(round_trip(codec, zeros), zeros)
+    constant = torch.full((300,), -0.37, dtype=dtype)
+    assert float((round_trip(codec, constant) - constant).abs().max()) <= 0.37 / 254 * 1.01 + 0.002
+    mixed = torch.zeros(1024, dtype=dtype)
+    mixed[700] = 3.0
+    decoded = round_trip(codec, mixed)
+    assert int((decoded != 0).sum()) == 1
+    assert float(decoded[700]) == pytest.approx(3.0, rel=0.004)
+
+
+@pytest.mark.parametrize("spec", LOSSY)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_ends_of_every_type_stay_finite(spec: str, dtype: torch.dtype) -> None:
+    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    tensor = torch.tensor([largest, -largest, 1.0, 0.0] * 40, dtype=dtype)
+    decoded = round_trip(make_codec(spec), tensor).double()
+    assert float((decoded[0] / largest - 1).abs()) < 0.005
+    tiny = torch.tensor([torch.finfo(dtype).tiny, 0.0, -torch.finfo(dtype).tiny] * 40, dtype=dtype)
+    assert float(round_trip(make_codec(spec), tiny).double().abs().max()) <= torch.finfo(dtype).tiny * 1.01
+
+
+@pytest.mark.parametrize("spec", LOSSY)
+def test_an_outlier_harms_only_its_block(spec: str) -> None:
+    tensor = normal(4096, seed=4)
+    plain = round_trip(make_codec(spec), tensor)
+    tensor[5] = 1e30
+    decoded = round_trip(make_codec(spec), tensor)
+    assert float(decoded[5]) == pytest.approx(1e30, rel=0.01)
+    assert torch.equal(decoded[1024:], plain[1024:])
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_non_contiguous_input(spec: str) -> None:
+    codec = make_codec(spec)
+    base = normal(64, 48)
+    for tensor in (base.t(), base[::3, 1::2], base[:, :1].expand(64, 48), base[5], base.t()[3:9]):
+        assert codec.encode(tensor) == codec.encode(tensor.contiguous())
+        assert torch.equal(round_trip(codec, tensor), round_trip(codec, tensor.contiguous()))
+
+
+@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("position", [0, 130, 299])
+def test_nan_and_infinity_are_refused_with_the_name(
+    spec: str, dtype: torch.dtype, bad: float, position: int
+) -> None:
+    tensor = normal(300, dtype=dtype)
+    tensor[position] = bad
+    with pytest.raises(CodecError, match=r"layers\.3\.weight: NaN or infinite"):
+        make_codec(spec).encode(tensor, name="layers.3.weight")
+
+
+def test_float64_beyond_float32_is_refused() -> None:
+    for spec in LOSSY:
+        with pytest.raises(CodecError):
+            make_codec(spec).encode(torch.tensor([1e300], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("spec", LOSSY)
+def test_lossy_codecs_refuse_integers(spec: str) -> None:
+    for dtype in (torch.int64, torch.uint8, torch.bool):
+        with pytest.raises(CodecError, match="use exact"):
+            make_codec(spec).encode(torch.ones(4).to(dtype))
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_tensors_that_no_codec_takes(spec: str) -> None:
+    for tensor in (
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2, device="meta"),
+        torch.ones(2, 2).to_sparse(),
+        torch.ones((1,) * 9),
+    ):
+        with pytest.raises(CodecError, match="odd one"):
+            make_codec(spec).encode(tensor, name="odd one")
+
+
+def test_parameters_that_require_gradients_can_be_encoded() -> None:
+    parameter = torch.nn.Parameter(normal(10))
+    for spec in ALL:
+        assert not round_trip(make_codec(spec), parameter).requires_grad
+
+
+# ---------------------------------------------------------------------- determinism
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_same_input_same_bytes_for_every_thread_count(spec: str) -> None:
+    codec = make_codec(spec)
+    tensor = normal(300_001, seed=6)
+    before = torch.get_num_threads()
+    try:
+        outputs = set()
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            outputs.add(codec.encode(tensor.clone()))
+    finally:
+        torch.set_num_threads(before)
+    assert len(outputs) == 1
+
+
+def test_bytes_are_pinned() -> None:
+    """The layout is a promise: these bytes may change only together with the layout's version."""
+    tensor = torch.tensor([[1.0, -0.5], [0.25, 0.0]])
+    head = "534c504b0101020208" + "00" * 7 + "0200000000000000" * 2
+    assert make_codec("int8:128").encode(tensor).hex() == (
+        head + "0200000000000000" + "0400000000000000" + "696e74383a313238" + "013c" + "00" * 6 + "7fc02000"
+    )
+    assert make_codec("fp16").encode(tensor).hex() == (
+        "534c504b0101020204" + "00" * 7 + "0200000000000000" * 3 + "0800000000000000" + "66703136" + "00" * 4
+        + "8038" + "00" * 6 + "007400f0006c0000"
+    )  # fmt: skip
+
+
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=300),
+    st.sampled_from(ALL),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_finite_values_round_trip(values: list[float], spec: str) -> None:
+    tensor = torch.tensor(values, dtype=torch.float32)
+    codec = make_codec(spec)
+    decoded = round_trip(codec, tensor)
+    block = {"exact": 1, "fp16": 1024}.get(spec) or codec.granularity
+    bound = {"exact": 0.0, "fp16": 2.0**-11}.get(spec, (1 + 2**-7) / 254)
+    error = (decoded.double() - tensor.double()).abs()
+    # Scales end at the smallest normal number: values far below it become zero.
+    assert bool((error <= block_peaks(tensor, block) * bound + 2.0**-126).all())
+    assert codec.encode(tensor) == codec.encode(tensor.clone())
+
+
+# ---------------------------------------------------------------------- buffers
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_decode_into_a_given_tensor(spec: str) -> None:
+    codec = make_codec(spec)
+    tensor = normal(3, 700)
+    data = codec.encode(tensor)
+    out = torch.full((3, 700), 9.0)
+    assert codec.decode(data, limit_bytes=LIMIT, out=out) is out
+    assert torch.equal(out, codec.decode(data, limit_bytes=LIMIT))
+    untouched = torch.full((700, 3), 9.0)
+    for wrong in (untouched, torch.full((3, 700), 9.0, dtype=torch.float64)):
+        with pytest.raises(CodecError, match="expected"):
+            codec.decode(data, limit_bytes=LIMIT, out=wrong)
+        assert bool((wrong == 9.0).all())
+    with pytest.raises(ValueError, match="contiguous"):
+        codec.decode(data, limit_bytes=LIMIT, out=untouched.t())
+
+
+@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_decode_takes_any_buffer_and_alignment(spec: str, kind: type) -> None:
+    codec = make_codec(spec)
+    tensor = normal(777)
+    data = codec.encode(tensor)
+    expected = codec.decode(data, limit_bytes=LIMIT)
+    assert torch.equal(codec.decode(kind(data), limit_bytes=LIMIT), expected)
+    for shift in range(1, 8):
+        shifted = memoryview(b"x" * shift + data)[shift:]
+        assert torch.equal(codec.decode(shifted, limit_bytes=LIMIT), expected)
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_decoded_tensors_do_not_share_the_buffer(spec: str) -> None:
+    codec = make_codec(spec)
+    buffer = bytearray(codec.encode(normal(100)))
+    decoded = codec.decode(buffer, limit_bytes=LIMIT)
+    copy = decoded.clone()
+    buffer[:] = bytes(len(buffer))
+    assert torch.equal(decoded, copy)
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_encode_into_a_given_buffer(spec: str) -> None:
+    codec = make_codec(spec)
+    tensor = normal(1001)
+    data = codec.encode(tensor)
+    for shift in (0, 1, 3, 8):
+        # 0xff everywhere: whatever is not written would show.
+        buffer = bytearray(b"\xff" * (len(data) + shift + 5))
+        assert codec.encode_into(tensor, memoryview(buffer)[shift:]) == len(data)
+        assert buffer[shift : shift + len(data)] == data
+        assert buffer[shift + len(data) :] == b"\xff" * 5
+    with pytest.raises(ValueError, match="needs"):
+        codec.encode_into(tensor, bytearray(len(data) - 1))
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_add_decoded(spec: str) -> None:
+    codec = make_codec(spec)
+    tensor, start = normal(2, CHUNK_ELEMENTS), normal(2, CHUNK_ELEMENTS, seed=1)
+    data = codec.encode(tensor)
+    target = start.clone()
+    codec.add_decoded(data, target, weight=0.25, limit_bytes=LIMIT)
+    expected = start + 0.25 * codec.decode(data, limit_bytes=LIMIT)
+    assert torch.allclose(target, expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(CodecError, match="expected"):
+        codec.add_decoded(data, torch.zeros(3), limit_bytes=LIMIT)
+
+
+def test_a_codec_insists_on_its_own_spec_but_tools_need_not() -> None:
+    data = make_codec("int8:64").encode(normal(10))
+    with pytest.raises(CodecError, match=r"encoded as int8:64, expected int8:128"):
+        make_codec("int8:128").decode(data, limit_bytes=LIMIT)
+    assert torch.equal(
+        decode_any(data, limit_bytes=LIMIT), make_codec("int8:64").decode(data, limit_bytes=LIMIT)
+    )
+
+
+@pytest.mark.parametrize("spec", LOSSY)
+def test_codecs_declare_exact_decoding(spec: str) -> None:
+    assert make_codec(spec).exact_decode
+    assert not make_codec(spec).lossless
+    assert make_codec("exact").lossless

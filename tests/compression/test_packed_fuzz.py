@@ -1,0 +1,279 @@
+"""`decode` of any bytes gives a tensor within the limit, or CodecError: never anything else, never a large
+allocation.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+import tracemalloc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from starlings_compression.codec import decode_any, make_codec
+from starlings_compression.errors import CodecError
+from starlings_compression.layout import DataType, PackedHeader, header_bytes, read_packed
+from starlings_compression.wire import from_wire, to_wire
+
+SPECS = ("exact", "fp16", "int8:128", "int8:8")
+LIMIT = 1 << 16
+
+
+def valid_samples() -> list[bytes]:
+    generator = torch.Generator().manual_seed(7)
+    samples = []
+    for spec in SPECS:
+        for shape in ((), (0,), (1,), (5, 7), (130,), (2, 0, 3), (1, 2, 3, 4, 1, 2)):
+            for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+                samples.append(make_codec(spec).encode(torch.randn(shape, generator=generator).to(dtype)))
+    samples.append(make_codec("exact").encode(torch.tensor([True, False, True])))
+    samples.append(make_codec("exact").encode(torch.arange(9)))
+    return samples
+
+
+SAMPLES = valid_samples()
+
+
+def check(data: bytes) -> bool:
+    """Whether `data` was accepted; fails when something else than a bounded, finite tensor or CodecError
+    comes out.
+    """
+    try:
+        tensor = decode_any(data, limit_bytes=LIMIT)
+    except CodecError:
+        return False
+    assert tensor.numel() * tensor.element_size() <= LIMIT
+    assert tensor.dim() <= 8
+    assert not tensor.dtype.is_floating_point or bool(torch.isfinite(tensor).all())
+    if tensor.dtype == torch.bool:
+        assert set(tensor.view(torch.uint8).unique().tolist()) <= {0, 1}
+    return True
+
+
+def mutate(rng: random.Random, data: bytes) -> bytes:
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        kind = rng.randrange(6)
+        at = (
+            rng.randrange(len(changed) + 1)
+            if rng.random() < 0.3
+            else rng.randrange(min(len(changed), 96) + 1)
+        )
+        if kind == 0 and at < len(changed):
+            changed[at] ^= 1 << rng.randrange(8)
+        elif kind == 1 and at < len(changed):
+            changed[at] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+        elif kind == 2:
+            del changed[at : at + rng.choice((1, 2, 8, 64))]
+        elif kind == 3:
+            changed[at:at] = rng.randbytes(rng.choice((1, 2, 8, 64)))
+        elif kind == 4 and len(changed) >= 24:
+            # A whole number of the header: where sizes are.
+            word = 16 + 8 * rng.randrange(min(8, (len(changed) - 16) // 8))
+            value = rng.choice(
+                (0, 1, 2, 255, 1 << 31, 1 << 32, 1 << 48, 1 << 62, (1 << 64) - 1, rng.getrandbits(64))
+            )
+            struct.pack_into("<Q", changed, word, value)
+        else:
+            changed = changed[:at]
+    return bytes(changed)
+
+
+def test_ten_thousand_random_strings_are_refused() -> None:
+    rng = random.Random(1)
+    accepted = 0
+    for _ in range(10_000):
+        body = rng.randbytes(rng.choice((0, 1, 8, 16, 24, 40, 64, 200, 1000)))
+        accepted += check(body if rng.random() < 0.5 else b"SLPK\x01" + body)
+    assert accepted == 0
+
+
+def test_ten_thousand_mutated_packets() -> None:
+    rng = random.Random(2)
+    accepted = sum(check(mutate(rng, rng.choice(SAMPLES))) for _ in range(10_000))
+    # Many mutations hit values only, so the test reaches behind the header.
+    assert 100 < accepted < 9_000
+
+
+def test_memory_stays_flat_under_lies() -> None:
+    rng = random.Random(3)
+    tracemalloc.start()
+    try:
+        for _ in range(2_000):
+            check(mutate(rng, rng.choice(SAMPLES)))
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@given(st.binary(max_size=300), st.sampled_from(range(len(SAMPLES))), st.integers(0, 400))
+@settings(max_examples=400, deadline=None)
+def test_spliced_packets(junk: bytes, which: int, at: int) -> None:
+    sample = SAMPLES[which]
+    check(junk)
+    check(sample[:at] + junk + sample[at + len(junk) :])
+    check(sample[:at] + junk)
+
+
+@pytest.mark.parametrize("sample", range(len(SAMPLES)))
+def test_every_truncation_and_extension_is_refused(sample: int) -> None:
+    data = SAMPLES[sample]
+    for length in range(len(data)):
+        assert not check(data[:length])
+    assert not check(data + b"\0")
+    assert check(data)
+
+
+def lie(data: bytes, at: int, value: bytes) -> bytes:
+    return data[:at] + value + data[at + len(value) :]
+
+
+def test_lying_headers() -> None:
+    codec = make_codec("int8:128")
+    data = codec.encode(torch.ones(256))
+    first_section = header_bytes(len("int8:128"), 1, 2)
+    lies = {
+        "magic": lie(data, 0, b"SLPJ"),
+        "version": lie(data, 4, b"\x02"),
+        "type 0": lie(data, 5, b"\x00"),
+        "type 9": lie(data, 5, b"\x09"),
+        "integer type": lie(data, 5, bytes([DataType.INT64])),
+        "nine dimensions": lie(data, 6, b"\x09"),
+        "no sections": lie(data, 7, b"\x00"),
+        "seventeen sections": lie(data, 7, b"\x11"),
+        "no spec": lie(data, 8, b"\x00"),
+        "reserved": lie(data, 9, b"\x01"),
+        "shape too large": lie(data, 16, struct.pack("<Q", 1 << 40)),
+        "shape overflows": lie(data, 16, struct.pack("<Q", (1 << 64) - 1)),
+        "shape too small": lie(data, 16, struct.pack("<Q", 255)),
+        "section length": lie(data, 24, struct.pack("<Q", 2)),
+        "sections swapped": lie(data, 24, struct.pack("<2Q", 256, 4)),
+        "other spec": lie(data, 40, b"int8:064"),
+        "unknown spec": lie(data, 40, b"int9:128"),
+        "not ascii": lie(data, 40, b"int8:12\xff"),
+        "padding": lie(data, first_section + 4, b"\x01"),
+        "scale NaN": lie(data, first_section, b"\xc0\x7f"),
+        "scale infinite": lie(data, first_section, b"\x80\x7f"),
+        "scale negative": lie(data, first_section, b"\x00\xbf"),
+    }
+    for name, lying in lies.items():
+        assert lying != data, name
+        with pytest.raises(CodecError):
+            codec.decode(lying, limit_bytes=1 << 62)
+        assert not check(lying), name
+
+
+def test_non_finite_payloads() -> None:
+    for spec, dtype in (("exact", torch.float32), ("exact", torch.bfloat16), ("fp16", torch.float32)):
+        data = make_codec(spec).encode(torch.ones(4, dtype=dtype))
+        for end in (b"\x80\x7f", b"\xc0\x7f", b"\xc0\xff") if spec == "exact" else (b"\x00\x7c", b"\x01\xfc"):
+            with pytest.raises(CodecError, match="NaN or infinite"):
+                make_codec(spec).decode(data[:-2] + end, limit_bytes=LIMIT)
+    data = make_codec("exact").encode(torch.tensor([True]))
+    with pytest.raises(CodecError, match="boolean"):
+        make_codec("exact").decode(data[:-1] + b"\x02", limit_bytes=LIMIT)
+
+
+def test_the_largest_scale_still_decodes_to_finite_values() -> None:
+    for spec, dtype in (("int8:8", torch.float32), ("int8:8", torch.float16), ("fp16", torch.bfloat16)):
+        data = bytearray(make_codec(spec).encode(torch.ones(8, dtype=dtype)))
+        header, sections = read_packed(memoryview(data), limit_bytes=LIMIT)
+        sections[0][:] = b"\x7f\x7f"
+        decoded = make_codec(spec).decode(data, limit_bytes=LIMIT)
+        assert bool(torch.isfinite(decoded).all()), header
+        assert float(decoded[0]) == torch.finfo(dtype).max
+
+
+def test_zero_sized_shapes_do_not_overflow() -> None:
+    data = make_codec("exact").encode(torch.empty(0, 2, 3))
+    assert not check(lie(data, 24, struct.pack("<2Q", 1 << 62, 1 << 62)))
+    assert not check(lie(data, 24, struct.pack("<2Q", 1 << 33, 1 << 33)))
+    assert check(lie(data, 24, struct.pack("<2Q", 1 << 20, 7)))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_limit_is_exact(spec: str) -> None:
+    data = make_codec(spec).encode(torch.ones(10, 3))
+    assert make_codec(spec).decode(data, limit_bytes=120).shape == (10, 3)
+    with pytest.raises(CodecError, match="120 bytes is above the limit of 119"):
+        make_codec(spec).decode(data, limit_bytes=119)
+
+
+def test_nothing_is_allocated_before_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_codec("exact").encode(torch.ones(2))
+    lying = lie(data, 16, struct.pack("<2Q", 1 << 40, 1 << 42))
+
+    def refuse(*args: object, **kwargs: object) -> torch.Tensor:
+        raise AssertionError("allocated")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(CodecError):
+        make_codec("exact").decode(lying, limit_bytes=1 << 62)
+
+
+# ---------------------------------------------------------------------- beside an outer header
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 50), (1000,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_wire_round_trip(spec: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    codec = make_codec(spec)
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    data = to_wire(codec, tensor)
+    if spec == "exact":
+        assert len(data) == tensor.numel() * tensor.element_size()
+    number = int(next(t for t in DataType if t.name.lower() == str(dtype).removeprefix("torch.")))
+    size = tensor.numel() * tensor.element_size()
+    decoded = from_wire(codec, data, data_type=number, shape=shape, limit_bytes=size)
+    assert torch.equal(decoded, codec.decode(codec.encode(tensor), limit_bytes=LIMIT))
+    out = torch.zeros(shape, dtype=dtype)
+    assert from_wire(codec, data, data_type=number, shape=shape, limit_bytes=size, out=out) is out
+    assert torch.equal(out, decoded)
+    if size == 0:
+        # Nothing is anything: raw bytes of an empty tensor fit every announcement of an empty one.
+        return
+    for announced in ({"data_type": 7}, {"data_type": 99}, {"shape": (*shape, 2)}, {"shape": (1,) * 9}):
+        with pytest.raises(CodecError):
+            from_wire(
+                codec, data, **({"data_type": number, "shape": shape, "limit_bytes": LIMIT} | announced)
+            )
+    with pytest.raises(CodecError, match="limit"):
+        from_wire(codec, data, data_type=number, shape=shape, limit_bytes=size - 1)
+
+
+def test_wire_refuses_what_codecs_refuse() -> None:
+    exact = make_codec("exact")
+    with pytest.raises(CodecError, match="hidden: NaN"):
+        to_wire(exact, torch.tensor([math.nan]), name="hidden")
+    nan = memoryview(struct.pack("<f", math.nan))
+    with pytest.raises(CodecError, match="NaN"):
+        from_wire(exact, nan, data_type=DataType.FLOAT32, shape=(1,), limit_bytes=4)
+    flags = torch.tensor([[True], [False]])
+    data = to_wire(exact, flags)
+    assert torch.equal(from_wire(exact, data, data_type=DataType.BOOL, shape=(2, 1), limit_bytes=2), flags)
+    with pytest.raises(CodecError, match="boolean"):
+        from_wire(exact, b"\x01\x02", data_type=DataType.BOOL, shape=(2, 1), limit_bytes=2)
+
+
+@given(st.binary(max_size=100), st.integers(-1, 12), st.lists(st.integers(0, 1 << 64), max_size=9))
+@settings(max_examples=300, deadline=None)
+def test_wire_takes_any_bytes_and_announcement(data: bytes, data_type: int, shape: list[int]) -> None:
+    for spec in ("exact", "int8:128"):
+        try:
+            tensor = from_wire(
+                make_codec(spec), data, data_type=data_type, shape=tuple(shape), limit_bytes=1 << 10
+            )
+        except CodecError:
+            continue
+        assert tensor.numel() * tensor.element_size() <= 1 << 10
+
+
+def test_header_properties() -> None:
+    header, sections = read_packed(memoryview(SAMPLES[-1]), limit_bytes=LIMIT)
+    assert isinstance(header, PackedHeader)
+    assert (header.element_count, header.decoded_bytes, len(sections)) == (9, 72, 1)

@@ -1,0 +1,97 @@
+"""Spec strings, size estimates, and what they may import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from starlings_compression.codec import make_codec
+from starlings_compression.errors import CompressionError, SpecError
+from starlings_compression.layout import DataType
+from starlings_compression.sizes import wire_bytes
+from starlings_compression.spec import FAMILIES, parse_spec
+
+ALL_SPECS = ("exact", "fp16", "int8:128", "int8:8", "int8:64", "int8:65536")
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("exact", "exact"),
+        ("fp16", "fp16"),
+        ("int8", "int8:128"),
+        ("int8:64", "int8:64"),
+        ("int8:0128", "int8:128"),
+    ],
+)
+def test_canonical_form(text: str, canonical: str) -> None:
+    spec = parse_spec(text)
+    assert spec.text == canonical == str(spec)
+    assert parse_spec(canonical) == spec
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "int9", "INT8", "int8:", "int8:7", "int8:12", "int8:0", "int8:-8", "int8:131072", "int8:128/2",
+        "int8:a", "int8:٣٢", "fp16:4", "exact:1", "int8|", "|", "int8:128|fp16", "exact|exact", " int8",
+        "int8:1e3", "x" * 65, "int8:" + "9" * 40,
+    ],
+)  # fmt: skip
+def test_wrong_specs_are_refused(text: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(text)
+    assert isinstance(caught.value, CompressionError)
+    assert len(str(caught.value)) < 300
+
+
+def test_error_names_what_is_allowed() -> None:
+    with pytest.raises(SpecError, match=r"unknown name 'int9'.*exact, fp16, int8:BLOCK"):
+        parse_spec("int9")
+    with pytest.raises(SpecError, match=r"multiple of 8 from 8 to 65536.*usage: int8:BLOCK"):
+        parse_spec("int8:7")
+    with pytest.raises(SpecError, match="int8 cannot be followed by fp16"):
+        parse_spec("int8|fp16")
+
+
+def test_every_family_has_a_codec() -> None:
+    for name in FAMILIES:
+        assert make_codec(name).spec.elements[0].name == name
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS)
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (1,), (7,), (128,), (129,), (3, 5, 7), (2, 0, 4), (1, 1, 1, 1, 1, 1, 1, 9)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_size_estimate_is_exact(spec: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = torch.ones(shape, dtype=dtype)
+    data = make_codec(spec).encode(tensor)
+    estimate = wire_bytes(spec, tensor.numel(), item_bytes=tensor.element_size(), dimensions=tensor.dim())
+    assert len(data) == estimate == make_codec(spec).wire_bytes(tensor)
+
+
+def test_bytes_per_value_are_as_documented() -> None:
+    count = 1 << 24
+    assert wire_bytes("exact", count) / count == pytest.approx(4, abs=1e-4)
+    assert wire_bytes("fp16", count) / count == pytest.approx(2 + 2 / 1024, abs=1e-4)
+    assert wire_bytes("int8:128", count) / count == pytest.approx(1 + 2 / 128, abs=1e-4)
+
+
+def test_data_types_have_the_numbers_of_the_wire_protocol() -> None:
+    from starlings_protos import data_pb2
+
+    assert {f"DATA_TYPE_{t.name}": int(t) for t in DataType} == {
+        name: number for name, number in data_pb2.DataType.items() if number
+    }
+
+
+def test_spec_sizes_and_layout_need_no_torch() -> None:
+    code = (
+        "import sys, starlings_compression.spec, starlings_compression.sizes, starlings_compression.layout;"
+        "sys.exit(any(m.split('.')[0] in ('torch', 'numpy', 'zstandard') for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
