@@ -1,0 +1,169 @@
+"""Forward and backward of a microbatch through a run of held stages, as one autograd graph or with
+recomputation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from starlings_worker.errors import EngineFault
+from starlings_worker.stage import HeldSpan
+
+# The labels of a microbatch, as starlings_job.model decodes them; opaque here.
+Batch = object
+LossSum = Callable[[Tensor, Batch], tuple[Tensor, int]]
+
+
+@dataclass(slots=True)
+class Run:
+    """What one ComputeForward leaves behind for its backward pass."""
+
+    first_stage: int
+    last_stage: int
+    # The boundary input, a leaf that takes a gradient; None where the model's own inputs entered.
+    entry: Tensor | None = None
+    # What leaves the run; its graph is what backward walks. None when the run ended in the loss.
+    output: Tensor | None = None
+    loss: Tensor | None = None
+    # With recomputation: the input of each stage, in order, instead of a graph.
+    inputs: list[Tensor] = field(default_factory=list)
+    loss_sum: float = 0.0
+    target_count: int = 0
+    next_token: int = 0
+
+
+class Runner:
+    """Computes on the device; to be called from one thread."""
+
+    def __init__(self, held: HeldSpan, loss_sum: LossSum, *, recompute: bool, bf16: bool) -> None:
+        self.held = held
+        self.recompute = recompute
+        self._loss_sum = loss_sum
+        self._bf16 = bf16
+
+    def forward(
+        self,
+        first_stage: int,
+        last_stage: int,
+        value: Tensor,
+        *,
+        batch: Batch | None,
+        loss_denominator: float,
+        train: bool,
+        next_token: bool = False,
+    ) -> Run:
+        """Stages first..last on `value`: the model's inputs at stage 0, else a boundary tensor.
+
+        Args:
+            batch: labels; needed when the run ends in the model's last stage (unless `next_token`).
+            train: keep what backward needs.
+            next_token: the last stage gives the most likely token after the last position instead of a loss.
+
+        Raises:
+            EngineFault: the loss, or the output, is not finite.
+        """
+        run = Run(first_stage, last_stage)
+        ends = last_stage == self.held.stage_count - 1
+        if train and first_stage > 0:
+            run.entry = value = value.detach().requires_grad_()
+        if not train:
+            with torch.no_grad():
+                result = self._through(first_stage, last_stage, value)
+        elif self.recompute:
+            result = self._forward_recomputing(run, value, ends)
+        else:
+            with torch.enable_grad():
+                result = self._through(first_stage, last_stage, value)
+        if not ends:
+            run.output = result
+        elif next_token:
+            run.next_token = int(result[0, -1].argmax().item())
+        else:
+            self._close(run, result, batch, loss_denominator, train)
+        return run
+
+    def _close(
+        self, run: Run, logits: Tensor, batch: Batch | None, loss_denominator: float, train: bool
+    ) -> None:
+        if batch is None:
+            raise EngineFault("the last stage got no labels")
+        with torch.set_grad_enabled(train), self._autocast():
+            total, run.target_count = self._loss_sum(logits, batch)
+        run.loss_sum = float(total.item())
+        if not math.isfinite(run.loss_sum):
+            raise EngineFault(f"the loss is {run.loss_sum}")
+        if train:
+            run.loss = total / loss_denominator
+
+    def backward(self, run: Run, gradient: Tensor | None) -> Tensor | None:
+        """Adds to the accumulators; returns the gradient at the run's entry, None at the model's input.
+
+        Args:
+            gradient: of the run's output; None when the run ended in the loss.
+        """
+        if run.loss is not None:
+            run.loss.backward()  # type: ignore[no-untyped-call]
+            run.loss = None
+        elif gradient is None:
+            raise EngineFault("no gradient has arrived for the microbatch")
+        elif run.output is not None and not run.inputs:
+            if run.output.requires_grad:
+                run.output.backward(gradient.to(run.output.dtype))  # type: ignore[no-untyped-call]
+            run.output = None
+        if run.inputs:
+            return self._backward_recomputing(run, gradient)
+        return run.entry.grad if run.entry is not None else None
+
+    # ---------------------------------------------------------------- recomputation
+
+    def _forward_recomputing(self, run: Run, value: Tensor, ends: bool) -> Tensor:
+        """No graph; but where the loss follows, the last stage's graph is kept, because backward comes at
+        once.
+        """
+        for stage in range(run.first_stage, run.last_stage + 1):
+            run.inputs.append(value)
+            if ends and stage == run.last_stage:
+                if stage > 0:
+                    run.inputs[-1] = value = value.detach().requires_grad_()
+                with torch.enable_grad():
+                    return self._through(stage, stage, value)
+            with torch.no_grad():
+                value = self._through(stage, stage, value)
+        return value
+
+    def _backward_recomputing(self, run: Run, gradient: Tensor | None) -> Tensor | None:
+        stage = run.last_stage
+        if gradient is None:
+            # The loss's backward has gone through the last stage already.
+            gradient = run.inputs.pop().grad
+            stage -= 1
+        while stage >= run.first_stage:
+            value = run.inputs.pop()
+            if stage > 0:
+                value = value.detach().requires_grad_()
+            with torch.enable_grad():
+                result = self._through(stage, stage, value)
+            if result.requires_grad and gradient is not None:
+                result.backward(gradient.to(result.dtype))  # type: ignore[no-untyped-call]
+            gradient = value.grad
+            stage -= 1
+        return gradient
+
+    # ---------------------------------------------------------------- the stages themselves
+
+    def _through(self, first_stage: int, last_stage: int, value: Tensor) -> Tensor:
+        with self._autocast():
+            for stage in range(first_stage, last_stage + 1):
+                value = self.held.modules[stage](value)
+        return value
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if not self._bf16:
+            return nullcontext()
+        return torch.autocast(self.held.device.type, dtype=torch.bfloat16)
