@@ -1,8 +1,8 @@
 """The model families: which configuration keys each may have, and where its blocks and parameters lie.
 
 Configurations come from outside (an owner's file, then a coordinator's message on a volunteer's machine),
-and a Hugging Face configuration can name code and native kernels to fetch. So keys are allow-listed and values
-are checked. Torch-free.
+and a Hugging Face configuration can name code and native kernels to fetch. So keys are allow-listed and
+values are checked. Torch-free.
 """
 
 from __future__ import annotations

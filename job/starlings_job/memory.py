@@ -5,9 +5,10 @@ The terms are those of the design's section 5. Bytes per trained parameter:
     4 weights + 4 gradients + optimizer (AdamW 8, SGD with momentum 4, SGD 0)
     + 4 optimizer temporaries + 4 error feedback (int8 exchange) + 2 autocast copy + 4 per extra version
 
-and per frozen parameter 4 (+ 2). Per microbatch in flight: the stage's input and its activations; with `recompute`
-the input alone, and one stage's activations once. The last stage adds the logits, their softmax and their gradient
-in float32, once, because it goes backward at once. Then the device's own context, then 10 %. Pure.
+and per frozen parameter 4 (+ 2). Per microbatch in flight: the stage's input and its activations; with
+`recompute` the input alone, and one stage's activations once. The last stage adds the logits, their softmax
+and their gradient in float32, once, because it goes backward at once. Then the device's own context, then
+10 %. Pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each block of a model costs: parameters, arithmetic, memory, traffic. Torch-free; made by `prepare`."""
+"""What each block of a model costs: parameters, arithmetic, memory, traffic. Torch-free."""
 
 from __future__ import annotations
 
