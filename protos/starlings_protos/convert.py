@@ -1,6 +1,7 @@
 """Between the frozen records of `messages.py` and protobuf, driven by field names: one function each way.
 
-Unknown enum numbers and absent required sub-messages raise `ValueError`, so bytes from outside never become a half-filled record.
+Unknown enum numbers and absent required sub-messages raise `ValueError`, so bytes from outside never become a
+half-filled record.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import enum
 import types
 import typing
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -18,9 +18,15 @@ from google.protobuf.message import Message
 T = TypeVar("T")
 
 
-@cache
+_HINTS: dict[type, dict[str, Any]] = {}
+
+
 def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    """Types of a record's fields; resolving them takes longer than everything else here."""
+    hints = _HINTS.get(cls)
+    if hints is None:
+        hints = _HINTS[cls] = typing.get_type_hints(cls)
+    return hints
 
 
 def _base(hint: Any) -> Any:
@@ -75,30 +81,31 @@ def _read(message: Message, name: str, hint: Any) -> Any:
     if origin is tuple:
         inner = _base(typing.get_args(hint)[0])
         items = getattr(message, name)
-        return tuple(from_proto(i, inner) for i in items) if dataclasses.is_dataclass(inner) else tuple(items)
+        nested = dataclasses.is_dataclass(inner)
+        return tuple(from_proto(item, inner) for item in items) if nested else tuple(items)
     if origin is not None and issubclass(origin, Mapping):
         return dict(getattr(message, name))
     if dataclasses.is_dataclass(hint):
         if not message.HasField(name):
             raise ValueError(f"{message.DESCRIPTOR.name}.{name} is missing")
-        return from_proto(getattr(message, name), typing.cast(type, hint))
+        return from_proto(getattr(message, name), typing.cast("type[Any]", hint))
     if isinstance(hint, type) and issubclass(hint, enum.IntEnum):
         return hint(getattr(message, name))
     return getattr(message, name)
 
 
 def body_to_proto(record: Any, envelope: Message) -> Message:
-    """Puts `record` into the `oneof body` of `envelope`, in the field whose message has the record's class name."""
-    to_proto(record, getattr(envelope, _body_field(type(envelope), type(record).__name__)))
-    getattr(envelope, _body_field(type(envelope), type(record).__name__)).SetInParent()
+    """Puts `record` into the `oneof body` of `envelope`, in the field whose message is named like it."""
+    body = getattr(envelope, _body_field(envelope, type(record).__name__))
+    body.SetInParent()
+    to_proto(record, body)
     return envelope
 
 
-@cache
-def _body_field(envelope: type[Message], record_name: str) -> str:
-    for f in envelope.DESCRIPTOR.oneofs_by_name["body"].fields:
-        if f.message_type.name == record_name:
-            return f.name
+def _body_field(envelope: Message, record_name: str) -> str:
+    for field in envelope.DESCRIPTOR.oneofs_by_name["body"].fields:
+        if field.message_type is not None and field.message_type.name == record_name:
+            return field.name
     raise ValueError(f"{envelope.DESCRIPTOR.name} has no body {record_name}")
 
 
