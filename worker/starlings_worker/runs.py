@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from starlings_job.data.batch import Batch
 from starlings_worker.errors import EngineFault
 from starlings_worker.stage import HeldSpan
 
-# The labels of a microbatch, as starlings_job.model decodes them; opaque here.
-Batch = object
 LossSum = Callable[[Tensor, Batch], tuple[Tensor, int]]
 
 

@@ -99,6 +99,8 @@ class Round:
         patience_s = message.deadline_s if message.deadline_s > 0 else timings.exchange_deadline_s
         self.deadline_at_s = now_s + patience_s
         self.failed = False
+        # Set once all members are known to have everything: nothing is sent (again) after that.
+        self.closed = False
         self.groups: dict[str, GroupRound] = {}
         for group in message.groups:
             position = next(
@@ -114,6 +116,11 @@ class Round:
     @property
     def assembled(self) -> bool:
         return all(group.result is not None for group in self.groups.values())
+
+    @property
+    def delivered(self) -> bool:
+        """Whether every part that others need from this worker has reached them."""
+        return all(transfer.done for group in self.groups.values() for transfer in group.transfers)
 
     def open(self) -> None:
         for group in self.groups.values():
@@ -155,6 +162,8 @@ class Round:
 
     def advance(self, now_s: float) -> None:
         """Start what has become possible: reductions, assemblies, transfers that are due."""
+        if self.closed:
+            return
         for group in self.groups.values():
             if not group.opened:
                 continue
@@ -231,23 +240,25 @@ class Round:
         owner = group.group.members[header.part]
         return owner.worker_id == sender and owner.share > 0.0
 
-    def waits_for(self) -> str:
-        """For people: what is still missing."""
-        missing = []
-        for group in self.groups.values():
-            if group.result is not None:
-                continue
+    def waits_for(self) -> tuple[str, str]:
+        """For people: the first group that is not complete, and what is missing in all."""
+        missing: list[tuple[str, str]] = []
+        for name, group in self.groups.items():
             if not group.opened:
-                missing.append(f"{group.name}: its own vector")
+                missing.append((name, "its own vector"))
                 continue
-            if group.owns_part and not group.reduced:
-                missing += [f"{group.name}: a part of {who}" for who in self._missing_contributions(group)]
+            if group.owns_part and not group.alone and not group.reduced:
+                missing += [
+                    (name, f"the contribution of {who}") for who in self._missing_contributions(group)
+                ]
+            if group.result is None and not group.alone:
+                others = (who for who in self._missing_aggregates(group) if who != self._worker_id)
+                missing += [(name, f"the aggregate of {who}") for who in others]
             missing += [
-                f"{group.name}: the aggregate of {who}"
-                for who in self._missing_aggregates(group)
-                if who != self._worker_id
+                (name, f"the receipt of {transfer.to}") for transfer in group.transfers if not transfer.done
             ]
-        return "; ".join(missing) or "nothing"
+        text = "; ".join(f"{name}: {what}" for name, what in missing[:8]) or "the device"
+        return (missing[0][0] if missing else next(iter(self.groups), "")), text
 
     def results(self, accumulated: dict[int, set[int]]) -> tuple[PreparedGroup, ...]:
         """What Prepared says, sorted by group name. "tied" lists no microbatches: its stages do."""
@@ -261,12 +272,14 @@ class Round:
         return tuple(prepared)
 
     def wake_at_s(self) -> float | None:
+        if self.closed:
+            return None
         times = [
             transfer.wanted_at_s
             for group in self.groups.values()
             for transfer in group.transfers
             if not transfer.done and not transfer.sending
         ]
-        if not self.failed and not self.assembled:
+        if not self.failed and not (self.assembled and self.delivered):
             times.append(self.deadline_at_s)
         return min(times, default=None)

@@ -77,6 +77,8 @@ class MicrobatchTable:
         self.leases: deque[Lease] = deque()
         self.accumulated: dict[int, set[int]] = {}
         self.failed: set[MicrobatchKey] = set()
+        # Who returned the gradient of what was accumulated in the present epoch.
+        self.returned: dict[MicrobatchKey, WorkerId] = {}
         # Dropped while the device worked on them: forgotten when it is done.
         self.doomed: set[MicrobatchKey] = set()
         # Transfers out of dropped microbatches whose outcome is still to come, and must not be taken for a
@@ -126,9 +128,7 @@ class MicrobatchTable:
         key = header.key
         held = self.held.get(key)
         if held is None:
-            if (key.step, key.attempt) == self.epoch and any(
-                key.index in done for done in self.accumulated.values()
-            ):
+            if self.returned.get(key) == sender:
                 return Duplicate(receipt)
             return Rejection(Refusal.STALE, "this worker does not hold the microbatch (any more)")
         if held.phase < Phase.AWAY or not held.trains:
@@ -269,6 +269,7 @@ class MicrobatchTable:
         self.epoch = epoch
         self.accumulated = {}
         self.failed = set()
+        self.returned = {}
         self._drop_all(held for held in self.held.values() if held.trains and held.epoch < epoch)
         for lease in list(self.leases):
             if lease.key.kind is LeaseKind.TRAIN and (lease.key.step, lease.key.attempt) < epoch:
@@ -291,3 +292,5 @@ class MicrobatchTable:
     def accumulate(self, held: Held) -> None:
         for stage in range(held.entry_stage, held.exit_stage + 1):
             self.accumulated.setdefault(stage, set()).add(held.key.index)
+        if held.next_worker is not None:
+            self.returned[held.key] = held.next_worker

@@ -244,8 +244,7 @@ class Training:
         if not matching.assembled:
             return
         if matching.purpose is ExchangePurpose.STATE:
-            snapshot = self.wanted is not None and self.wanted.snapshot
-            self._device.push(AdoptState(self.version, snapshot))
+            self._adopt_if_possible()
             return
         step, attempt = matching.epoch
         self._outbox.say(Prepared(step, attempt, matching.results(self._table.accumulated)))
@@ -284,10 +283,22 @@ class Training:
             return
         if matching.purpose is ExchangePurpose.GRADIENT:
             self.applying = True
+            # Committed means that every member has every aggregate.
+            matching.closed = True
             commit = self.commit
             self._device.push(
                 ApplyStep(commit.step, commit.learning_rate, commit.clip_factor, commit.snapshot)
             )
+
+    def _adopt_if_possible(self) -> None:
+        """No commit ends a STATE exchange, so the parts are kept until all the others have them."""
+        matching = self.round
+        if matching is None or matching.purpose is not ExchangePurpose.STATE or matching.closed:
+            return
+        if matching.assembled and matching.delivered:
+            matching.closed = True
+            snapshot = self.wanted is not None and self.wanted.snapshot
+            self._device.push(AdoptState(self.version, snapshot))
 
     def _round_of(
         self, event: ExchangePrepared | PartReduced | AggregateAssembled | ExchangeRefused
@@ -301,6 +312,7 @@ class Training:
     def part_sent(self, event: PartSent) -> None:
         if self.round is not None:
             self.round.sent(event.leg, event.header, event.to)
+            self._adopt_if_possible()
 
     def part_not_sent(self, event: PartNotSent, now_s: float) -> None:
         if self.round is None:
@@ -318,9 +330,9 @@ class Training:
         if self.round is None:
             return
         self.round.advance(now_s)
-        if not self.round.assembled and now_s >= self.round.deadline_at_s:
-            late = next(name for name, group in self.round.groups.items() if group.result is None)
-            self._fail(self.round, late, f"not complete by the deadline; missing: {self.round.waits_for()}")
+        if now_s >= self.round.deadline_at_s and not (self.round.assembled and self.round.delivered):
+            name, missing = self.round.waits_for()
+            self._fail(self.round, name, f"not complete by the deadline; missing: {missing}")
 
     def _fail(self, failing: Round, group: str, reason: str) -> None:
         """Once per round: the attempt is void, and the coordinator raises it."""

@@ -1,0 +1,287 @@
+"""Device effects, carried out: one method per effect, each returns its outcome event. Runs on the compute
+thread.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import assert_never
+
+import torch
+
+from starlings_compression.codec import make_codec
+from starlings_job.model import Batch, build_stage, decode_prompt, decode_records, loss_sum
+from starlings_job.spec import JobSpec
+from starlings_protos.messages import LeaseKind, MicrobatchKey, WorkerId
+from starlings_worker import wire
+from starlings_worker.core.effects import (
+    AdoptState,
+    ApplyStep,
+    Assemble,
+    ClearGradients,
+    ComputeBackward,
+    ComputeForward,
+    DeviceEffect,
+    DigestState,
+    Load,
+    OpenExchange,
+    ReducePart,
+)
+from starlings_worker.core.events import (
+    AggregateAssembled,
+    BackwardComputed,
+    ComputeFailed,
+    Event,
+    ExchangePrepared,
+    ExchangeRefused,
+    ForwardComputed,
+    GradientsCleared,
+    PartReduced,
+    StateDigested,
+    StepApplied,
+)
+from starlings_worker.device import Device
+from starlings_worker.emulation import Throttle
+from starlings_worker.errors import EngineFault
+from starlings_worker.exchange import ExchangeBuffers, RefusedPart
+from starlings_worker.kept import Encoded, Kept, Microbatches
+from starlings_worker.meters import Meters
+from starlings_worker.optimizer import AdamW, Optimizer, Sgd
+from starlings_worker.runs import Run, Runner
+from starlings_worker.snapshots import Snapshots
+from starlings_worker.stage import HeldSpan, StageModule
+
+
+def make_optimizer(job: JobSpec) -> Optimizer:
+    """The job's optimizer."""
+    train = job.train
+    if train.optimizer == "adamw":
+        return AdamW(train.beta1, train.beta2, train.epsilon, train.weight_decay)
+    return Sgd(momentum=train.momentum, weight_decay=0.0)
+
+
+class Computer:
+    """The device's side of one engine life: weights, graphs, exchange buffers, snapshots."""
+
+    def __init__(
+        self, worker_id: WorkerId, job: JobSpec, device: Device, throttle: Throttle, meters: Meters
+    ) -> None:
+        self._worker_id = worker_id
+        self._job = job
+        self._dataset = job.dataset
+        self._description = job.description
+        self._device = device
+        self._throttle = throttle
+        self._meters = meters
+        self.pipeline_codec = make_codec(job.pipeline.codec)
+        self.microbatches = Microbatches()
+        self.snapshots = Snapshots()
+        self.held: HeldSpan | None = None
+        self.exchange: ExchangeBuffers | None = None
+        self._runner: Runner | None = None
+
+    # ---------------------------------------------------------------- the span
+
+    def drop(self) -> None:
+        """Frees everything: the span, every microbatch, part and snapshot."""
+        self.held = self._runner = self.exchange = None
+        self.microbatches.clear()
+        self.snapshots.clear()
+        self._device.free_cache()
+
+    def prepare(self, load: Load) -> HeldSpan:
+        """Builds the span of a new assignment with empty weights, for the loader to fill."""
+        self.drop()
+        assignment = load.assignment
+
+        def build(first_block: int, last_block: int) -> StageModule:
+            return build_stage(self._description, first_block, last_block, self._device.torch)
+
+        held = HeldSpan(
+            self._description,
+            assignment.stages,
+            assignment.span,
+            build,
+            make_optimizer(self._job),
+            self._device.torch,
+        )
+        held.version = assignment.version
+        return held
+
+    def install(self, held: HeldSpan, load: Load) -> dict[str, str]:
+        """The filled span takes effect; returns the digests of its blocks."""
+        self.held = held
+        self._runner = Runner(held, loss_sum, recompute=load.assignment.recompute, bf16=self._device.bf16)
+        self.exchange = ExchangeBuffers(self._worker_id, self._job.exchange.codec, held.vectors)
+        return held.block_digests()
+
+    # ---------------------------------------------------------------- effects
+
+    def execute(self, effect: DeviceEffect) -> Event:
+        """Carries out any device effect but Load, which is mostly waiting for donors.
+
+        Raises:
+            Exception: something that leaves the weights undefined; the engine must end.
+        """
+        match effect:
+            case ComputeForward():
+                return self._computing(effect.key, lambda: self._forward(effect))
+            case ComputeBackward():
+                return self._computing(effect.key, lambda: self._backward(effect))
+            case ClearGradients():
+                self._span().zero_gradients()
+                self._buffers().clear(effect.step, effect.attempt)
+                return GradientsCleared(effect.step, effect.attempt)
+            case OpenExchange() | ReducePart() | Assemble():
+                return self._exchanging(effect)
+            case ApplyStep():
+                return self._apply(effect)
+            case AdoptState():
+                self._buffers().adopt()
+                return self._digest(effect.version, effect.snapshot)
+            case DigestState():
+                return self._digest(effect.version, effect.snapshot)
+            case Load():
+                raise AssertionError("Load is the loader's")
+            case _:
+                assert_never(effect)
+
+    def _span(self) -> HeldSpan:
+        if self.held is None:
+            raise EngineFault("no span is held")
+        return self.held
+
+    def _buffers(self) -> ExchangeBuffers:
+        if self.exchange is None:
+            raise EngineFault("no span is held")
+        return self.exchange
+
+    # ---------------------------------------------------------------- microbatches
+
+    def _computing(self, key: MicrobatchKey, compute: Callable[[], Event]) -> Event:
+        """Whatever a microbatch raises is that microbatch's failure, not the engine's."""
+        try:
+            return compute()
+        except torch.OutOfMemoryError as error:
+            self._device.free_cache()
+            return ComputeFailed(key, f"out of memory: {str(error).splitlines()[0]}")
+        except EngineFault as error:
+            return ComputeFailed(key, str(error))
+        except Exception as error:
+            traceback.print_exc()
+            return ComputeFailed(key, f"{type(error).__name__}: {error}")
+
+    def _forward(self, effect: ComputeForward) -> Event:
+        begin = time.monotonic()
+        kept = self._kept(effect.key)
+        with self._throttle.block():
+            run = self._run_forward(effect, kept)
+            self._device.synchronise()
+        seconds = time.monotonic() - begin
+        self._meters.spent("compute", seconds)
+        if run.output is not None:
+            kept.hidden = self._encode(run.output, "hidden")
+            if run.inputs or effect.key.kind is not LeaseKind.TRAIN:
+                run.output = None
+        if effect.key.kind is LeaseKind.TRAIN:
+            kept.run = run
+        kept.boundary = None
+        return ForwardComputed(effect.key, seconds, run.loss_sum, run.target_count, run.next_token)
+
+    def _run_forward(self, effect: ComputeForward, kept: Kept) -> Run:
+        assert self._runner is not None
+        generate = effect.key.kind is LeaseKind.GENERATE
+        ends = effect.last_stage == self._span().stage_count - 1
+        batch: Batch | None = None
+        if not generate and (effect.first_stage == 0 or ends):
+            batch = decode_records(self._records(kept), self._dataset).to(self._device.torch)
+        if effect.first_stage > 0:
+            if kept.boundary is None:
+                raise EngineFault("the microbatch's boundary input is not here")
+            value = kept.boundary
+        elif generate:
+            value = decode_prompt(self._records(kept), self._dataset).to(self._device.torch)
+        else:
+            assert batch is not None
+            value = batch.inputs
+        return self._runner.forward(
+            effect.first_stage,
+            effect.last_stage,
+            value,
+            batch=batch,
+            loss_denominator=effect.loss_denominator,
+            train=effect.key.kind is LeaseKind.TRAIN,
+            next_token=generate,
+        )
+
+    def _backward(self, effect: ComputeBackward) -> Event:
+        begin = time.monotonic()
+        kept = self._kept(effect.key)
+        if kept.run is None or self._runner is None:
+            raise EngineFault("the microbatch has no forward pass to go back through")
+        with self._throttle.block():
+            gradient = self._runner.backward(kept.run, kept.output_gradient)
+            self._device.synchronise()
+        seconds = time.monotonic() - begin
+        self._meters.spent("compute", seconds)
+        if gradient is not None:
+            kept.entry_gradient = self._encode(gradient, "gradient")
+        kept.run = kept.output_gradient = None
+        return BackwardComputed(effect.key, seconds)
+
+    def _kept(self, key: MicrobatchKey) -> Kept:
+        kept = self.microbatches.get(key)
+        if kept is None:
+            raise EngineFault("the microbatch is not here")
+        return kept
+
+    @staticmethod
+    def _records(kept: Kept) -> wire.Buffer:
+        if kept.records is None:
+            raise EngineFault("the microbatch's records are not here")
+        return kept.records
+
+    def _encode(self, tensor: torch.Tensor, name: str) -> Encoded:
+        with self._meters.timing("serialise"):
+            plain = tensor.detach().float()
+            return Encoded(tuple(plain.shape), wire.encode(self.pipeline_codec, plain, name))
+
+    # ---------------------------------------------------------------- exchange and step
+
+    def _exchanging(self, effect: OpenExchange | ReducePart | Assemble) -> Event:
+        group = effect.group.group if isinstance(effect, OpenExchange) else effect.group
+        step, attempt = effect.step, effect.attempt
+        try:
+            with self._meters.timing("serialise"), torch.no_grad():
+                match effect:
+                    case OpenExchange():
+                        self._buffers().open(step, attempt, effect.group, effect.purpose, effect.part)
+                        return ExchangePrepared(step, attempt, group)
+                    case ReducePart():
+                        self._buffers().reduce(step, attempt, group)
+                        return PartReduced(step, attempt, group)
+                    case Assemble():
+                        digest, norm = self._buffers().assemble(step, attempt, group)
+                        return AggregateAssembled(step, attempt, group, digest, norm)
+        except RefusedPart as refused:
+            return ExchangeRefused(step, attempt, group, refused.culprit, str(refused))
+
+    def _apply(self, effect: ApplyStep) -> Event:
+        with self._meters.timing("compute"), self._throttle.block(), torch.no_grad():
+            self._span().apply_step(effect.step, effect.learning_rate, effect.clip_factor)
+            self._buffers().commit(effect.step)
+            self._device.synchronise()
+        if effect.snapshot:
+            self.snapshots.take(self._span())
+        return StepApplied(effect.step)
+
+    def _digest(self, version: int, snapshot: bool) -> Event:
+        held = self._span()
+        if held.version != version:
+            raise EngineFault(f"asked for the digest of version {version}, holding {held.version}")
+        digests = held.block_digests()
+        if snapshot:
+            self.snapshots.take(held)
+        return StateDigested(version, digests)
