@@ -1,0 +1,208 @@
+"""A span of stages on flat vectors against the whole model in plain PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from starlings_job.description import ModelDescription, describe
+from starlings_job.model import build_stage, decode_records, initial_state, loss_sum
+from starlings_job.model.tensors import raw_tensor
+from starlings_job.records import DatasetMeta
+from starlings_protos.messages import Span, Stage
+from starlings_worker.errors import EngineFault
+from starlings_worker.optimizer import AdamW
+from starlings_worker.runs import Runner
+from starlings_worker.stage import TIED, HeldSpan
+
+torch.set_num_threads(1)
+
+LLAMA = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64}
+META = DatasetMeta("tokens", 100, 10, 16, 64, stride_tokens=16, context_tokens=64)
+CPU = torch.device("cpu")
+# Blocks: embed, three layers, head; cut into three stages.
+STAGES = (Stage(0, 1), Stage(2, 2), Stage(3, 4))
+
+
+def _describe(family: str, **changes: object) -> ModelDescription:
+    trainable = tuple(changes.pop("trainable", ("*",)))  # type: ignore[arg-type]
+    return describe(
+        family, {**(LLAMA if family == "llama" else GPT2), **changes}, "test", trainable=trainable
+    )
+
+
+def _hold(description: ModelDescription, span: Span, version: int = 0) -> HeldSpan:
+    held = HeldSpan(description, STAGES, span, lambda a, b: build_stage(description, a, b), AdamW(), CPU)
+    state = dict(initial_state(description, seed=1))
+    for block in held.blocks:
+        tensors = {f"param:{name}": raw_tensor(t) for name, t in state[block].items()}
+        held.load_block(block, tensors, version)
+    return held
+
+
+def _batch(seed: int = 0):
+    tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return decode_records(tokens.numpy().tobytes(), META)
+
+
+def _whole(description: ModelDescription) -> torch.nn.Module:
+    module = build_stage(description, 0, 4)
+    state = dict(initial_state(description, seed=1))
+    with torch.no_grad():
+        for block, tensors in module.block_tensors().items():
+            for name, parameter in tensors.items():
+                parameter.copy_(state[block][name])
+    return module
+
+
+def _pipeline(holders: list[tuple[HeldSpan, Runner]], batch, denominator: float) -> tuple[float, list]:
+    """One microbatch forward and back through consecutive holders; returns the loss sum."""
+    value, runs = batch.inputs, []
+    for held, runner in holders:
+        run = runner.forward(
+            held.span.first_stage,
+            held.span.last_stage,
+            value,
+            batch=batch,
+            loss_denominator=denominator,
+            train=True,
+        )
+        runs.append(run)
+        value = run.output.detach() if run.output is not None else None
+    gradient = None
+    for (_, runner), run in zip(reversed(holders), reversed(runs), strict=True):
+        gradient = runner.backward(run, gradient)
+    return runs[-1].loss_sum, runs
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("gpt2", {"tie_word_embeddings": False}),
+        ("gpt2", {"tie_word_embeddings": True}),
+        ("llama", {"trainable": ("*.mlp.*", "*norm*")}),
+    ],
+)
+def test_spans_compute_the_whole_models_loss_and_gradient(family: str, changes: dict, recompute: bool):
+    description = _describe(family, **changes)
+    whole = _whole(description)
+    denominator = 2 * 64.0
+    holders = []
+    for span in (Span(0, 1), Span(2, 2)):
+        held = _hold(description, span)
+        holders.append((held, Runner(held, loss_sum, recompute=recompute, bf16=False)))
+    expected = 0.0
+    for seed in range(2):
+        total, _ = loss_sum(whole(_batch(seed).inputs), _batch(seed))
+        (total / denominator).backward()
+        expected = total.item()
+        got, _ = _pipeline(holders, _batch(seed), denominator)
+        assert got == pytest.approx(expected, rel=1e-6)
+    tensors = {
+        (block, name): parameter
+        for block, named in whole.block_tensors().items()
+        for name, parameter in named.items()
+    }
+    checked = 0
+    for held, _ in holders:
+        for vector in held.vectors.values():
+            for slot in vector.slots:
+                if vector.group == TIED:
+                    continue
+                reference = tensors[slot.block, slot.name].grad
+                torch.testing.assert_close(vector.gradient_view(slot), reference, rtol=1e-5, atol=1e-7)
+                checked += 1
+    if description.tied:
+        ends = [h.vectors[TIED].gradient_view(h.vectors[TIED].slots[0]) for h, _ in holders]
+        (first, second) = description.tied_parameters()
+        torch.testing.assert_close(ends[0], tensors[first].grad, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(ends[1], tensors[second].grad, rtol=1e-5, atol=1e-7)
+        checked += 2
+    trained = sum(description.is_trainable(*key) for key in tensors)
+    assert checked == trained > 0
+
+
+def test_a_holder_of_both_ends_adds_the_tied_gradients():
+    description = _describe("gpt2", tie_word_embeddings=True)
+    held = _hold(description, Span(0, 2))
+    runner = Runner(held, loss_sum, recompute=False, bf16=False)
+    whole = _whole(description)
+    total, _ = loss_sum(whole(_batch().inputs), _batch())
+    total.backward()
+    _pipeline([(held, runner)], _batch(), 1.0)
+    tensors = whole.block_tensors()
+    expected = tensors["embed"]["wte.weight"].grad + tensors["head"]["lm_head.weight"].grad
+    tied = held.vectors[TIED]
+    torch.testing.assert_close(tied.gradient_view(tied.slots[0]), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_state_goes_out_and_comes_back_bit_for_bit():
+    description = _describe("gpt2", tie_word_embeddings=True)
+    held = _hold(description, Span(0, 2))
+    runner = Runner(held, loss_sum, recompute=False, bf16=False)
+    before = held.block_digests()
+    for step in range(3):
+        _pipeline([(held, runner)], _batch(step), 64.0)
+        held.apply_step(step, 1e-2, 1.0)
+    assert held.version == 3
+    digests = held.block_digests()
+    assert not set(digests.values()) & set(before.values())
+    other = HeldSpan(
+        description, STAGES, Span(0, 2), lambda a, b: build_stage(description, a, b), AdamW(), CPU
+    )
+    other.version = 3
+    for block in held.blocks:
+        other.load_block(block, held.block_state(block), 3)
+    assert other.block_digests() == digests
+    # And it goes on alike.
+    other_runner = Runner(other, loss_sum, recompute=False, bf16=False)
+    for h, r in ((held, runner), (other, other_runner)):
+        _pipeline([(h, r)], _batch(9), 64.0)
+        h.apply_step(3, 1e-2, 0.5)
+    assert other.block_digests() == held.block_digests()
+
+
+def test_a_block_with_another_shape_or_a_missing_tensor_is_refused():
+    description = _describe("llama")
+    held = _hold(description, Span(0, 0))
+    state = held.block_state("layers.0")
+    name = next(iter(state))
+    with pytest.raises(EngineFault, match="without"):
+        held.load_block("layers.0", {k: v for k, v in state.items() if k != name}, 0)
+    wrong = {**state, name: dataclasses.replace(state[name], shape=(state[name].data.nbytes // 4, 1))}
+    with pytest.raises(EngineFault, match="expected"):
+        held.load_block("layers.0", wrong, 0)
+
+
+def test_a_loss_that_is_not_finite_fails_the_microbatch():
+    description = _describe("llama")
+    held = _hold(description, Span(0, 2))
+    held.vectors["stage:2"].parameters.fill_(float("nan"))
+    runner = Runner(held, loss_sum, recompute=False, bf16=False)
+    with pytest.raises(EngineFault, match="loss"):
+        _pipeline([(held, runner)], _batch(), 1.0)
+
+
+def test_evaluation_and_generation_keep_nothing():
+    description = _describe("llama")
+    held = _hold(description, Span(0, 2))
+    runner = Runner(held, loss_sum, recompute=False, bf16=False)
+    run = runner.forward(0, 2, _batch().inputs, batch=_batch(), loss_denominator=1.0, train=False)
+    assert run.loss is None
+    assert run.target_count == 64
+    prompt = _batch().inputs[:1, :5]
+    run = runner.forward(0, 2, prompt, batch=None, loss_denominator=1.0, train=False, next_token=True)
+    logits = _whole(description)(prompt)
+    assert run.next_token == int(logits[0, -1].argmax())
