@@ -132,6 +132,7 @@ class Span(_message.Message):
     FIRST_STAGE_FIELD_NUMBER: _builtins.int
     LAST_STAGE_FIELD_NUMBER: _builtins.int
     first_stage: _builtins.int
+    """Stages are counted from 0, the model's input."""
     last_stage: _builtins.int
     def __init__(
         self,
@@ -156,6 +157,7 @@ class Stage(_message.Message):
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     LAST_BLOCK_FIELD_NUMBER: _builtins.int
     first_block: _builtins.int
+    """Blocks are counted from 0 in the profile's order."""
     last_block: _builtins.int
     def __init__(
         self,
@@ -215,6 +217,7 @@ class Hop(_message.Message):
     LAST_STAGE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     first_stage: _builtins.int
+    """Where the microbatch entered the worker's span, and where it left it (both included)."""
     last_stage: _builtins.int
     def __init__(
         self,
@@ -254,7 +257,9 @@ class Peer(_message.Message):
         """"host:port" of the data plane, in the order to try. Addresses are hints; the certificate decides."""
 
     @_builtins.property
-    def span(self) -> Global___Span: ...
+    def span(self) -> Global___Span:
+        """Absent for the keeper, which holds no stage."""
+
     @_builtins.property
     def forward_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Measured seconds per microbatch for a forward through each stage of the span, in order; a prior for routing."""

@@ -32,7 +32,8 @@ class _ExchangePurposeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Excha
     EXCHANGE_PURPOSE_STATE: _ExchangePurpose.ValueType  # 2
     """Parameters and optimizer state, exact codec: the average at the end of a job."""
 
-class ExchangePurpose(_ExchangePurpose, metaclass=_ExchangePurposeEnumTypeWrapper): ...
+class ExchangePurpose(_ExchangePurpose, metaclass=_ExchangePurposeEnumTypeWrapper):
+    """What the vectors of an exchange are."""
 
 EXCHANGE_PURPOSE_UNSPECIFIED: ExchangePurpose.ValueType  # 0
 EXCHANGE_PURPOSE_GRADIENT: ExchangePurpose.ValueType  # 1
@@ -43,6 +44,8 @@ Global___ExchangePurpose: _TypeAlias = ExchangePurpose  # noqa: Y015
 
 @_typing.final
 class EnrolRequest(_message.Message):
+    """What a machine with an invite sends to become a worker of the job."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int
@@ -61,6 +64,7 @@ class EnrolRequest(_message.Message):
     job: _builtins.str
     """The job's name as the invite gave it."""
     protocol_min: _builtins.int
+    """The range of protocol versions that the worker speaks, both ends included."""
     protocol_max: _builtins.int
     wall_time_s: _builtins.float
     """The worker's wall clock, seconds since 1970: the reply says how far it is off."""
@@ -85,6 +89,8 @@ Global___EnrolRequest: _TypeAlias = EnrolRequest  # noqa: Y015
 
 @_typing.final
 class RenewRequest(_message.Message):
+    """Asks for a new certificate with the old one and its key instead of a token."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
@@ -98,6 +104,7 @@ class RenewRequest(_message.Message):
     proof: _builtins.bytes
     """Signature (ECDSA, SHA-256) by the certificate's key over "starlings-renew:" + wall_time_s printed as %.3f + ":" + certificate fingerprint hex."""
     wall_time_s: _builtins.float
+    """The worker's wall clock, seconds since 1970; part of what is signed, and must be recent."""
     def __init__(
         self,
         *,
@@ -116,6 +123,8 @@ Global___RenewRequest: _TypeAlias = RenewRequest  # noqa: Y015
 
 @_typing.final
 class EnrolReply(_message.Message):
+    """The worker's new identity, and where it goes from here."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
@@ -131,6 +140,7 @@ class EnrolReply(_message.Message):
     worker_id: _builtins.str
     """The id in the certificate; derived from the key, so that the same key always gets the same id."""
     not_after_s: _builtins.float
+    """When the certificate expires, seconds since 1970."""
     wall_time_s: _builtins.float
     """The coordinator's wall clock, seconds since 1970."""
     @_builtins.property
@@ -157,7 +167,10 @@ Global___EnrolReply: _TypeAlias = EnrolReply  # noqa: Y015
 
 @_typing.final
 class ToCoordinator(_message.Message):
-    """---------------------------------------------------------------- worker -> coordinator"""
+    """---------------------------------------------------------------- worker -> coordinator
+
+    Everything that a worker may say on its control stream.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -249,6 +262,7 @@ class Hello(_message.Message):
     worker_id: _builtins.str
     """Must equal the certificate's id."""
     protocol_min: _builtins.int
+    """The range of protocol versions that the worker speaks, both ends included."""
     protocol_max: _builtins.int
     version: _builtins.str
     """Package version, for people."""
@@ -261,11 +275,13 @@ class Hello(_message.Message):
     site: _builtins.str
     """Workers behind one uplink share a site."""
     region: _builtins.str
+    """Where the site is, in the owner's words; planning keeps pipelines inside a region."""
     device: _builtins.str
     """What people see, such as "cpu (emulating rtx3060)"."""
     device_class: _builtins.str
     """The emulated or detected class name; empty when unknown."""
     wall_time_s: _builtins.float
+    """The worker's wall clock, seconds since 1970."""
     session_nonce: _builtins.int
     """A random number per supervisor process; a reconnect with the same one is the same life."""
     def __init__(
@@ -295,6 +311,8 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
+    """Sent every `heartbeat_interval_s`: liveness, progress, and counters since the engine's start."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -426,12 +444,15 @@ class ProbeReport(_message.Message):
     uplink_bytes_per_s: _builtins.float
     """Upload estimate in bytes/s; 0 when unknown."""
     downlink_bytes_per_s: _builtins.float
+    """The same for downloads."""
     @_builtins.property
     def forward_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The probe spec's blocks in order: seconds for one forward of one microbatch of the job's shape, by block kind."""
 
     @_builtins.property
-    def backward_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def backward_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """The same for the backward pass."""
+
     @_builtins.property
     def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Data plane addresses "host:port"."""
@@ -485,6 +506,7 @@ class Ready(_message.Message):
     BLOCK_DIGESTS_FIELD_NUMBER: _builtins.int
     plan_version: _builtins.int
     version: _builtins.int
+    """Version of the weights: the number of committed steps."""
     @_builtins.property
     def block_digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """SHA-256 over the parameters and optimizer state of each block, hex, keyed by block name."""
@@ -514,6 +536,7 @@ class LeaseRequest(_message.Message):
 
     COUNT_FIELD_NUMBER: _builtins.int
     count: _builtins.int
+    """The whole wish now, not an increment."""
     def __init__(
         self,
         *,
@@ -543,12 +566,15 @@ class MicrobatchDone(_message.Message):
     loss_sum: _builtins.float
     """Sum of the loss over the microbatch's target tokens (nats), in float64."""
     target_count: _builtins.int
+    """Target tokens (rows, for classifiers) that `loss_sum` is over."""
     next_token: _builtins.int
     """GENERATE: the most likely next token."""
     @_builtins.property
     def key(self) -> _common_pb2.MicrobatchKey: ...
     @_builtins.property
-    def route(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Hop]: ...
+    def route(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Hop]:
+        """Who computed which stages, in forward order: the ledger's evidence of whose gradient holds the microbatch."""
+
     def __init__(
         self,
         *,
@@ -621,6 +647,8 @@ Global___Prepared: _TypeAlias = Prepared  # noqa: Y015
 
 @_typing.final
 class PreparedGroup(_message.Message):
+    """One group of a Prepared worker."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: _builtins.int
@@ -682,7 +710,9 @@ class StateReport(_message.Message):
     BLOCK_DIGESTS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     @_builtins.property
-    def block_digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def block_digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """As in Ready."""
+
     def __init__(
         self,
         *,
@@ -733,6 +763,7 @@ class Leaving(_message.Message):
     WITHIN_S_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     within_s: _builtins.float
+    """Seconds."""
     def __init__(
         self,
         *,
@@ -749,6 +780,10 @@ Global___Leaving: _TypeAlias = Leaving  # noqa: Y015
 
 @_typing.final
 class PeerUnreachable(_message.Message):
+    """A peer could not be reached, or may have got a message whose answer was lost; the coordinator settles what that
+    means.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
@@ -801,7 +836,10 @@ Global___ExchangeFailed: _TypeAlias = ExchangeFailed  # noqa: Y015
 
 @_typing.final
 class ToWorker(_message.Message):
-    """---------------------------------------------------------------- coordinator -> worker"""
+    """---------------------------------------------------------------- coordinator -> worker
+
+    Everything that the coordinator may say on a worker's control stream.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -869,6 +907,8 @@ Global___ToWorker: _TypeAlias = ToWorker  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
+    """Answer to Hello: who the coordinator is, what the job is, and whether to probe the device now."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
@@ -887,10 +927,13 @@ class Welcome(_message.Message):
     job_json: _builtins.bytes
     """The resolved job specification, JSON; never code."""
     job_digest: _builtins.str
+    """SHA-256 of `job_json`, hex."""
     heartbeat_interval_s: _builtins.float
+    """Seconds between two heartbeats of the worker."""
     assignment_key_der: _builtins.bytes
     """The coordinator's assignment key, DER SubjectPublicKeyInfo, P-256."""
     wall_time_s: _builtins.float
+    """The coordinator's wall clock, seconds since 1970."""
     profile_json: _builtins.bytes
     """The model's profile, JSON (see starlings_job.profile)."""
     probe_now: _builtins.bool
@@ -938,6 +981,7 @@ class Assignment(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     TENSOR_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     plan_version: _builtins.int
+    """Rises with every plan; a higher one supersedes."""
     version: _builtins.int
     """Version of the weights to load, and who has it."""
     slots: _builtins.int
@@ -970,9 +1014,13 @@ class Assignment(_message.Message):
         """Every other holder in the plan."""
 
     @_builtins.property
-    def gossip_peers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GossipPeer]: ...
+    def gossip_peers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GossipPeer]:
+        """Members of this worker's groups, with the topology's weights."""
+
     @_builtins.property
-    def signed(self) -> Global___SignedAssignment: ...
+    def signed(self) -> Global___SignedAssignment:
+        """What the worker shows to its peers."""
+
     def __init__(
         self,
         *,
@@ -1028,6 +1076,8 @@ Global___SignedAssignment: _TypeAlias = SignedAssignment  # noqa: Y015
 
 @_typing.final
 class AssignmentClaim(_message.Message):
+    """What a SignedAssignment vouches for. Never sent bare."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
@@ -1041,9 +1091,12 @@ class AssignmentClaim(_message.Message):
     job: _builtins.str
     worker_id: _builtins.str
     incarnation: _builtins.int
+    """Of the worker's life that the assignment was made for; lower ones are fenced off."""
     plan_version: _builtins.int
     not_before_s: _builtins.float
+    """Seconds since 1970; backdated for skewed clocks."""
     expires_s: _builtins.float
+    """Seconds since 1970."""
     role: _builtins.str
     """"worker" or "keeper"."""
     @_builtins.property
@@ -1070,6 +1123,8 @@ Global___AssignmentClaim: _TypeAlias = AssignmentClaim  # noqa: Y015
 
 @_typing.final
 class AssignmentRenewed(_message.Message):
+    """The same assignment with a later expiry; claims live 15 minutes."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SIGNED_FIELD_NUMBER: _builtins.int
@@ -1090,6 +1145,8 @@ Global___AssignmentRenewed: _TypeAlias = AssignmentRenewed  # noqa: Y015
 
 @_typing.final
 class LeaseGrant(_message.Message):
+    """Answer to a LeaseRequest, maybe in several pieces and much later."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASES_FIELD_NUMBER: _builtins.int
@@ -1110,6 +1167,8 @@ Global___LeaseGrant: _TypeAlias = LeaseGrant  # noqa: Y015
 
 @_typing.final
 class Lease(_message.Message):
+    """One microbatch to train, evaluate or generate on, with its samples."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
@@ -1187,6 +1246,7 @@ class ExchangeOpened(_message.Message):
     step: _builtins.int
     attempt: _builtins.int
     deadline_s: _builtins.float
+    """Seconds from now until the exchange counts as failed."""
     purpose: Global___ExchangePurpose.ValueType
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExchangeGroup]:
@@ -1211,6 +1271,8 @@ Global___ExchangeOpened: _TypeAlias = ExchangeOpened  # noqa: Y015
 
 @_typing.final
 class ExchangeGroup(_message.Message):
+    """One group of an exchange and who takes part in it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: _builtins.int
@@ -1237,6 +1299,8 @@ Global___ExchangeGroup: _TypeAlias = ExchangeGroup  # noqa: Y015
 
 @_typing.final
 class ExchangeMember(_message.Message):
+    """A member's role in its group for this exchange."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
@@ -1277,9 +1341,11 @@ class StepCommitted(_message.Message):
     step: _builtins.int
     attempt: _builtins.int
     learning_rate: _builtins.float
+    """For this step, warm-up and decay included."""
     clip_factor: _builtins.float
     """Every gradient is multiplied by this; 1 when the global norm is below the limit."""
     gradient_norm: _builtins.float
+    """Global norm before clipping, for people."""
     snapshot: _builtins.bool
     """Keep a copy of the state after this step for the keeper to pull."""
     def __init__(
@@ -1334,6 +1400,7 @@ class Finish(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     done: _builtins.bool
+    """False: the worker is sent away, or the job failed."""
     reason: _builtins.str
     def __init__(
         self,
@@ -1397,10 +1464,13 @@ Global___Standby: _TypeAlias = Standby  # noqa: Y015
 
 @_typing.final
 class HeartbeatAck(_message.Message):
+    """Answer to a Heartbeat: the coordinator lives."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WALL_TIME_S_FIELD_NUMBER: _builtins.int
     wall_time_s: _builtins.float
+    """The coordinator's wall clock, seconds since 1970."""
     def __init__(
         self,
         *,
@@ -1416,7 +1486,10 @@ Global___HeartbeatAck: _TypeAlias = HeartbeatAck  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):
-    """---------------------------------------------------------------- owner"""
+    """---------------------------------------------------------------- owner
+
+    What to report; see the fields.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1442,6 +1515,8 @@ Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
 
 @_typing.final
 class StatusReply(_message.Message):
+    """The state of a job as people and tools see it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
@@ -1468,35 +1543,58 @@ class StatusReply(_message.Message):
     ELAPSED_S_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
+    """The job's name."""
     phase: _builtins.str
     """"gathering", "planning", "loading", "training", "finishing", "done", "failed"."""
     waiting_for: _builtins.str
     """Why nothing moves, in words; empty while it does."""
     step: _builtins.int
+    """Committed steps so far."""
     steps_total: _builtins.int
+    """Steps until the job's token budget is spent."""
     tokens: _builtins.int
+    """Target tokens in committed steps."""
     tokens_total: _builtins.int
+    """The job's token budget."""
     tokens_per_second: _builtins.float
+    """Over the last committed steps."""
     loss: _builtins.float
+    """Mean loss of the last committed step, nats per target token."""
     validation_loss: _builtins.float
+    """Mean loss over the held-out text, nats per target token; meaningful with `has_validation_loss`."""
     has_validation_loss: _builtins.bool
+    """Whether the evaluation has been done."""
     sample_text: _builtins.str
+    """Prompt and continuation that the finished model wrote; empty before."""
     plan_version: _builtins.int
     samples_leased: _builtins.int
+    """Distinct samples that were leased for training."""
     samples_trained: _builtins.int
+    """Distinct samples in the gradient of committed steps."""
     samples_lost: _builtins.int
+    """Leased for a committed step, and in no committed gradient; must be 0."""
     checkpoint: _builtins.str
+    """Path of the newest checkpoint; empty while there is none."""
     elapsed_s: _builtins.float
+    """Seconds since the job began to train."""
     failure: _builtins.str
     """Why the job failed."""
     @_builtins.property
-    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
+        """Every worker that has joined, lost ones too."""
+
     @_builtins.property
-    def stages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Stage]: ...
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Stage]:
+        """The cut of the plan in force."""
+
     @_builtins.property
-    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]: ...
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]:
+        """Newer than the request's `after_event`."""
+
     @_builtins.property
-    def loss_curve(self) -> _containers.RepeatedCompositeFieldContainer[Global___LossPoint]: ...
+    def loss_curve(self) -> _containers.RepeatedCompositeFieldContainer[Global___LossPoint]:
+        """Points newer than the request's `after_event`, thinned for long jobs."""
+
     def __init__(
         self,
         *,
@@ -1534,6 +1632,8 @@ Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):
+    """One worker as people see it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -1591,15 +1691,20 @@ class WorkerStatus(_message.Message):
     PLANNED_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     device: _builtins.str
+    """As in Hello."""
     device_class: _builtins.str
     state: _builtins.str
     """"joining", "probing", "standby", "loading", "training", "leaving", "lost"."""
     reason: _builtins.str
     """Why it is idle, in words."""
     tokens: _builtins.int
+    """Target tokens in committed steps whose microbatches this worker led."""
     tokens_per_second: _builtins.float
+    """Over the last committed steps."""
     memory_bytes: _builtins.int
+    """What the device may use."""
     planned_memory_bytes: _builtins.int
+    """What the plan needs there."""
     @_builtins.property
     def span(self) -> _common_pb2.Span:
         """Absent when the worker holds nothing."""
@@ -1607,9 +1712,13 @@ class WorkerStatus(_message.Message):
     @_builtins.property
     def gossip_peers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GossipPeer]: ...
     @_builtins.property
-    def bytes_sent(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    def bytes_sent(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """As in its last Heartbeat."""
+
     @_builtins.property
-    def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """As in its last Heartbeat."""
+
     def __init__(
         self,
         *,
@@ -1637,6 +1746,8 @@ Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 
 @_typing.final
 class Event(_message.Message):
+    """Something that people should know, in order."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
@@ -1644,11 +1755,13 @@ class Event(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
+    """Rises by one; ask for events after a number."""
     at_s: _builtins.float
     """Seconds since the job started."""
     kind: _builtins.str
     """"join", "leave", "lost", "plan", "step_restarted", "checkpoint", "evaluation", "refused", ..."""
     text: _builtins.str
+    """One sentence."""
     def __init__(
         self,
         *,
@@ -1667,6 +1780,8 @@ Global___Event: _TypeAlias = Event  # noqa: Y015
 
 @_typing.final
 class LossPoint(_message.Message):
+    """The mean training loss of one committed step."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
@@ -1675,8 +1790,11 @@ class LossPoint(_message.Message):
     AT_S_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     tokens: _builtins.int
+    """Target tokens up to and with this step."""
     loss: _builtins.float
+    """Nats per target token."""
     at_s: _builtins.float
+    """Seconds since the job started."""
     def __init__(
         self,
         *,
@@ -1695,6 +1813,8 @@ Global___LossPoint: _TypeAlias = LossPoint  # noqa: Y015
 
 @_typing.final
 class StopRequest(_message.Message):
+    """Ends the job in order."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
@@ -1714,10 +1834,13 @@ Global___StopRequest: _TypeAlias = StopRequest  # noqa: Y015
 
 @_typing.final
 class StopReply(_message.Message):
+    """The stop has been recorded."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PHASE_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
+    """Phase of the job now; see StatusReply."""
     def __init__(
         self,
         *,
@@ -1733,6 +1856,8 @@ Global___StopReply: _TypeAlias = StopReply  # noqa: Y015
 
 @_typing.final
 class CreateInviteRequest(_message.Message):
+    """What the new invite shall allow."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LIFETIME_S_FIELD_NUMBER: _builtins.int
@@ -1761,6 +1886,8 @@ Global___CreateInviteRequest: _TypeAlias = CreateInviteRequest  # noqa: Y015
 
 @_typing.final
 class Invite(_message.Message):
+    """An invite's token as the owner sees it; its secret is stored hashed and shown once."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INVITE_FIELD_NUMBER: _builtins.int
@@ -1773,11 +1900,17 @@ class Invite(_message.Message):
     invite: _builtins.str
     """The whole invite string; only in the reply to CreateInvite."""
     token_id: _builtins.str
+    """Public name of the token."""
     role: _builtins.str
+    """"worker" or "observer"."""
     expires_s: _builtins.float
+    """Seconds since 1970."""
     uses: _builtins.int
+    """How many workers may enrol with it; 0 for no limit."""
     used: _builtins.int
+    """How many have."""
     revoked: _builtins.bool
+    """Whether the owner ended it."""
     def __init__(
         self,
         *,
@@ -1799,6 +1932,8 @@ Global___Invite: _TypeAlias = Invite  # noqa: Y015
 
 @_typing.final
 class ListInvitesRequest(_message.Message):
+    """All invites of the job."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -1814,6 +1949,8 @@ Global___ListInvitesRequest: _TypeAlias = ListInvitesRequest  # noqa: Y015
 
 @_typing.final
 class InviteList(_message.Message):
+    """Invites in the order of their creation."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INVITES_FIELD_NUMBER: _builtins.int
@@ -1834,11 +1971,14 @@ Global___InviteList: _TypeAlias = InviteList  # noqa: Y015
 
 @_typing.final
 class RevokeInviteRequest(_message.Message):
+    """Ends an invite before it expires."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.str
+    """As ListInvites shows it."""
     workers: _builtins.bool
     """Also revoke the certificates that were issued for the token."""
     def __init__(
@@ -1857,11 +1997,15 @@ Global___RevokeInviteRequest: _TypeAlias = RevokeInviteRequest  # noqa: Y015
 
 @_typing.final
 class RevokeInviteReply(_message.Message):
+    """Whose certificates were revoked."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Empty unless `workers` was set."""
+
     def __init__(
         self,
         *,

@@ -226,14 +226,14 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateInvite(self, request, context):
-        """Role: owner.
+        """Makes a token and shows its secret, this once. Role: owner.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListInvites(self, request, context):
-        """Role: owner.
+        """Every token of the job, without secrets. Role: owner.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

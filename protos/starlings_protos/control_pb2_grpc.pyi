@@ -91,9 +91,9 @@ class ControlStub:
     Stop: _grpc.UnaryUnaryMultiCallable[_control_pb2.StopRequest, _control_pb2.StopReply]
     """Ends the job in order: average, evaluation, checkpoint. Role: owner."""
     CreateInvite: _grpc.UnaryUnaryMultiCallable[_control_pb2.CreateInviteRequest, _control_pb2.Invite]
-    """Role: owner."""
+    """Makes a token and shows its secret, this once. Role: owner."""
     ListInvites: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListInvitesRequest, _control_pb2.InviteList]
-    """Role: owner."""
+    """Every token of the job, without secrets. Role: owner."""
     RevokeInvite: _grpc.UnaryUnaryMultiCallable[_control_pb2.RevokeInviteRequest, _control_pb2.RevokeInviteReply]
     """Revokes one token; with `workers` also the certificates that were issued for it. Role: owner."""
 
@@ -111,9 +111,9 @@ class ControlAsyncStub(ControlStub):
     Stop: _aio.UnaryUnaryMultiCallable[_control_pb2.StopRequest, _control_pb2.StopReply]  # type: ignore[assignment]
     """Ends the job in order: average, evaluation, checkpoint. Role: owner."""
     CreateInvite: _aio.UnaryUnaryMultiCallable[_control_pb2.CreateInviteRequest, _control_pb2.Invite]  # type: ignore[assignment]
-    """Role: owner."""
+    """Makes a token and shows its secret, this once. Role: owner."""
     ListInvites: _aio.UnaryUnaryMultiCallable[_control_pb2.ListInvitesRequest, _control_pb2.InviteList]  # type: ignore[assignment]
-    """Role: owner."""
+    """Every token of the job, without secrets. Role: owner."""
     RevokeInvite: _aio.UnaryUnaryMultiCallable[_control_pb2.RevokeInviteRequest, _control_pb2.RevokeInviteReply]  # type: ignore[assignment]
     """Revokes one token; with `workers` also the certificates that were issued for it. Role: owner."""
 
@@ -158,7 +158,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.CreateInviteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.Invite, _abc.Awaitable[_control_pb2.Invite]]:
-        """Role: owner."""
+        """Makes a token and shows its secret, this once. Role: owner."""
 
     @_abc_1.abstractmethod
     def ListInvites(
@@ -166,7 +166,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ListInvitesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.InviteList, _abc.Awaitable[_control_pb2.InviteList]]:
-        """Role: owner."""
+        """Every token of the job, without secrets. Role: owner."""
 
     @_abc_1.abstractmethod
     def RevokeInvite(

@@ -40,7 +40,8 @@ class _DataTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DataType.Val
     DATA_TYPE_BOOL: _DataType.ValueType  # 7
     DATA_TYPE_FLOAT64: _DataType.ValueType  # 8
 
-class DataType(_DataType, metaclass=_DataTypeEnumTypeWrapper): ...
+class DataType(_DataType, metaclass=_DataTypeEnumTypeWrapper):
+    """Type of a decoded tensor. starlings_compression.layout uses the same numbers."""
 
 DATA_TYPE_UNSPECIFIED: DataType.ValueType  # 0
 DATA_TYPE_FLOAT32: DataType.ValueType  # 1
@@ -55,6 +56,8 @@ Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
 @_typing.final
 class Frame(_message.Message):
+    """A piece of a transfer."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
@@ -81,6 +84,8 @@ Global___Frame: _TypeAlias = Frame  # noqa: Y015
 
 @_typing.final
 class Header(_message.Message):
+    """Says what follows and how much of it. The receiver checks all of it before it allocates or reads anything."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MICROBATCH_FIELD_NUMBER: _builtins.int
@@ -97,7 +102,9 @@ class Header(_message.Message):
     @_builtins.property
     def state(self) -> Global___StateHeader: ...
     @_builtins.property
-    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorHeader]: ...
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorHeader]:
+        """In the order of their bytes. At most 16, in a state transfer 16384; names differ."""
+
     def __init__(
         self,
         *,
@@ -163,6 +170,8 @@ Global___TensorHeader: _TypeAlias = TensorHeader  # noqa: Y015
 
 @_typing.final
 class MicrobatchHeader(_message.Message):
+    """Which microbatch the tensors belong to, and its way so far."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
@@ -175,10 +184,13 @@ class MicrobatchHeader(_message.Message):
     stage: _builtins.int
     """The stage that the receiver begins with (Forward), or whose output the gradient belongs to (Backward)."""
     loss_denominator: _builtins.float
+    """As in the Lease; rides along to the last stage."""
     loss_sum: _builtins.float
     """Backward only: the loss as the last stage computed it."""
     target_count: _builtins.int
+    """Backward only: target tokens that `loss_sum` is over."""
     plan_version: _builtins.int
+    """The plan that the sender routes by."""
     @_builtins.property
     def key(self) -> _common_pb2.MicrobatchKey: ...
     @_builtins.property
@@ -206,6 +218,8 @@ Global___MicrobatchHeader: _TypeAlias = MicrobatchHeader  # noqa: Y015
 
 @_typing.final
 class ExchangeHeader(_message.Message):
+    """Which part of which group's vector the tensor is."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
@@ -216,9 +230,11 @@ class ExchangeHeader(_message.Message):
     step: _builtins.int
     attempt: _builtins.int
     group: _builtins.str
+    """As in ExchangeGroup."""
     part: _builtins.int
     """Part number: the owner's position among the group's sorted members."""
     plan_version: _builtins.int
+    """The plan that the sender works under."""
     def __init__(
         self,
         *,
@@ -238,12 +254,16 @@ Global___ExchangeHeader: _TypeAlias = ExchangeHeader  # noqa: Y015
 
 @_typing.final
 class StateHeader(_message.Message):
+    """One block of one committed version follows."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
     BLOCK_FIELD_NUMBER: _builtins.int
     version: _builtins.int
+    """Number of committed steps."""
     block: _builtins.str
+    """Block name, such as "layers.3"."""
     def __init__(
         self,
         *,
@@ -260,6 +280,8 @@ Global___StateHeader: _TypeAlias = StateHeader  # noqa: Y015
 
 @_typing.final
 class StateRequest(_message.Message):
+    """Asks for committed blocks; each comes as its own header and tensors, in the order asked for."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
@@ -267,6 +289,7 @@ class StateRequest(_message.Message):
     OPTIMIZER_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     version: _builtins.int
+    """Number of committed steps; exactly this version or NOT_HELD."""
     optimizer: _builtins.bool
     """Optimizer state too."""
     offset: _builtins.int

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class DataStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """On every engine's and the keeper's data port (mTLS). Roles: worker, keeper.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -62,7 +63,8 @@ class DataStub(object):
 
 
 class DataServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """On every engine's and the keeper's data port (mTLS). Roles: worker, keeper.
+    """
 
     def Forward(self, request_iterator, context):
         """A microbatch's activations for the receiver's stage; its records ride along for the loss in the last stage.
@@ -136,7 +138,8 @@ def add_DataServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Data(object):
-    """Missing associated documentation comment in .proto file."""
+    """On every engine's and the keeper's data port (mTLS). Roles: worker, keeper.
+    """
 
     @staticmethod
     def Forward(request_iterator,

@@ -31,6 +31,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DataStub:
+    """On every engine's and the keeper's data port (mTLS). Roles: worker, keeper."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -48,6 +50,8 @@ class DataStub:
 
 @_typing.type_check_only
 class DataAsyncStub(DataStub):
+    """On every engine's and the keeper's data port (mTLS). Roles: worker, keeper."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Forward: _aio.StreamUnaryMultiCallable[_data_pb2.Frame, _data_pb2.Receipt]  # type: ignore[assignment]
     """A microbatch's activations for the receiver's stage; its records ride along for the loss in the last stage."""
@@ -61,6 +65,8 @@ class DataAsyncStub(DataStub):
     """Committed state by block. Answered from a snapshot, so it is one version exactly."""
 
 class DataServicer(metaclass=_abc_1.ABCMeta):
+    """On every engine's and the keeper's data port (mTLS). Roles: worker, keeper."""
+
     @_abc_1.abstractmethod
     def Forward(
         self,

@@ -22,7 +22,10 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ToEngine(_message.Message):
-    """---------------------------------------------------------------- supervisor <-> engine"""
+    """---------------------------------------------------------------- supervisor <-> engine
+
+    Everything that a supervisor says to its engine.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -70,6 +73,8 @@ Global___ToEngine: _TypeAlias = ToEngine  # noqa: Y015
 
 @_typing.final
 class StartEngine(_message.Message):
+    """First message: who the engine is, where it listens and what it may use."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
@@ -101,9 +106,11 @@ class StartEngine(_message.Message):
     memory_bytes: _builtins.int
     """Cap on memory; 0 = what the device has."""
     threads: _builtins.int
+    """Threads for torch; 0 = its default."""
     precision: _builtins.str
     """"auto", "fp32" or "bf16"."""
     cache_directory: _builtins.str
+    """For whatever may be lost."""
     @_builtins.property
     def welcome(self) -> _control_pb2.Welcome: ...
     @_builtins.property
@@ -138,6 +145,8 @@ Global___StartEngine: _TypeAlias = StartEngine  # noqa: Y015
 
 @_typing.final
 class Shutdown(_message.Message):
+    """End in order: finish writing, then exit with code 0."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
@@ -157,6 +166,8 @@ Global___Shutdown: _TypeAlias = Shutdown  # noqa: Y015
 
 @_typing.final
 class RenewedCertificate(_message.Message):
+    """New connections use this certificate; open ones live on."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
@@ -176,10 +187,13 @@ Global___RenewedCertificate: _TypeAlias = RenewedCertificate  # noqa: Y015
 
 @_typing.final
 class ControlLink(_message.Message):
+    """Whether the control stream is up. Without it the engine goes on with the leases it holds."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     UP_FIELD_NUMBER: _builtins.int
     up: _builtins.bool
+    """True also means: send again what is unanswered."""
     def __init__(
         self,
         *,
@@ -195,6 +209,8 @@ Global___ControlLink: _TypeAlias = ControlLink  # noqa: Y015
 
 @_typing.final
 class FromEngine(_message.Message):
+    """Everything that an engine says to its supervisor."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STARTED_FIELD_NUMBER: _builtins.int
@@ -243,15 +259,21 @@ Global___FromEngine: _TypeAlias = FromEngine  # noqa: Y015
 
 @_typing.final
 class EngineStarted(_message.Message):
+    """The engine can be reached and can compute."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ADDRESSES_FIELD_NUMBER: _builtins.int
     NUMERIC_CLASS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     numeric_class: _builtins.str
+    """As in Hello."""
     device: _builtins.str
+    """As in Hello."""
     @_builtins.property
-    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Data plane addresses "host:port", in the order to try."""
+
     def __init__(
         self,
         *,
@@ -269,12 +291,16 @@ Global___EngineStarted: _TypeAlias = EngineStarted  # noqa: Y015
 
 @_typing.final
 class EngineFailed(_message.Message):
+    """The engine ends because of an error it understands."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     exit_code: _builtins.int
+    """See the sheet of exit codes."""
     message: _builtins.str
+    """One sentence with the fix."""
     def __init__(
         self,
         *,
@@ -291,12 +317,16 @@ Global___EngineFailed: _TypeAlias = EngineFailed  # noqa: Y015
 
 @_typing.final
 class LogLine(_message.Message):
+    """For the parent's log."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEVEL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     level: _builtins.str
+    """"debug", "info", "warning" or "error"."""
     text: _builtins.str
+    """One line."""
     def __init__(
         self,
         *,
@@ -313,6 +343,8 @@ Global___LogLine: _TypeAlias = LogLine  # noqa: Y015
 
 @_typing.final
 class EngineFinished(_message.Message):
+    """The engine has nothing left to do and exits."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
@@ -332,7 +364,10 @@ Global___EngineFinished: _TypeAlias = EngineFinished  # noqa: Y015
 
 @_typing.final
 class ToPlanner(_message.Message):
-    """---------------------------------------------------------------- coordinator <-> planner"""
+    """---------------------------------------------------------------- coordinator <-> planner
+
+    Everything that the coordinator says to its planner.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -367,16 +402,20 @@ class PlanRequest(_message.Message):
     STAGES_FIELD_NUMBER: _builtins.int
     BYTES_PER_PARAMETER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
+    """Comes back in the reply."""
     profile_json: _builtins.bytes
     """See starlings_job.profile."""
     seed: _builtins.int
+    """The only randomness of the search."""
     microbatch: _builtins.int
     """Sequences per microbatch and microbatches per step."""
     microbatches_per_step: _builtins.int
     bytes_per_parameter: _builtins.float
     """Extra bytes per parameter that the optimizer and the codec keep (see design: memory is a hard limit)."""
     @_builtins.property
-    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanWorker]: ...
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanWorker]:
+        """Sorted by worker id."""
+
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Stage]:
         """The cut to keep; empty when the planner may choose."""
@@ -403,6 +442,8 @@ Global___PlanRequest: _TypeAlias = PlanRequest  # noqa: Y015
 
 @_typing.final
 class PlanWorker(_message.Message):
+    """A worker as the planner knows it: what it measured, and where it is."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -456,15 +497,23 @@ class PlanWorker(_message.Message):
     REGION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     memory_bytes: _builtins.int
+    """As in ProbeReport."""
     uplink_bytes_per_s: _builtins.float
+    """0 when unknown."""
     downlink_bytes_per_s: _builtins.float
+    """0 when unknown."""
     host_id: _builtins.str
+    """As in Hello."""
     site: _builtins.str
     region: _builtins.str
     @_builtins.property
-    def forward_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def forward_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """As in ProbeReport."""
+
     @_builtins.property
-    def backward_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def backward_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """As in ProbeReport."""
+
     def __init__(
         self,
         *,
@@ -488,6 +537,8 @@ Global___PlanWorker: _TypeAlias = PlanWorker  # noqa: Y015
 
 @_typing.final
 class FromPlanner(_message.Message):
+    """Everything that the planner says."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PLAN_FIELD_NUMBER: _builtins.int
@@ -508,6 +559,8 @@ Global___FromPlanner: _TypeAlias = FromPlanner  # noqa: Y015
 
 @_typing.final
 class PlanReply(_message.Message):
+    """A plan, or the reason why there is none."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -518,6 +571,7 @@ class PlanReply(_message.Message):
     BINDING_FIELD_NUMBER: _builtins.int
     IMPOSSIBLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
+    """Of the request that it answers."""
     predicted_microbatches_per_s: _builtins.float
     """Microbatches per second that the plan should reach, and the upper bound by compute alone."""
     bound_microbatches_per_s: _builtins.float
@@ -552,6 +606,8 @@ Global___PlanReply: _TypeAlias = PlanReply  # noqa: Y015
 
 @_typing.final
 class PlannedWorker(_message.Message):
+    """What one worker shall hold."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
@@ -562,8 +618,11 @@ class PlannedWorker(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     slots: _builtins.int
+    """Microbatches that the worker may hold at once."""
     recompute: _builtins.bool
+    """As in Assignment."""
     memory_bytes: _builtins.int
+    """What the span needs there."""
     reason: _builtins.str
     @_builtins.property
     def span(self) -> _common_pb2.Span:
@@ -589,7 +648,10 @@ Global___PlannedWorker: _TypeAlias = PlannedWorker  # noqa: Y015
 
 @_typing.final
 class ToKeeper(_message.Message):
-    """---------------------------------------------------------------- coordinator <-> keeper"""
+    """---------------------------------------------------------------- coordinator <-> keeper
+
+    Everything that the coordinator says to its keeper.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -627,6 +689,8 @@ Global___ToKeeper: _TypeAlias = ToKeeper  # noqa: Y015
 
 @_typing.final
 class StartKeeper(_message.Message):
+    """First message: who the keeper is, where it listens and what it serves."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_PEM_FIELD_NUMBER: _builtins.int
@@ -643,21 +707,30 @@ class StartKeeper(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     TENSOR_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     key_pem: _builtins.bytes
+    """PEM: the keeper's own key, certificate and the job's CA."""
     certificate_pem: _builtins.bytes
     ca_pem: _builtins.bytes
     assignment_key_der: _builtins.bytes
+    """As in Welcome: to verify what peers show."""
     job_directory: _builtins.str
+    """Holds `weights/`, which is version 0."""
     listen_host: _builtins.str
+    """Where to listen for peers: host, port (0 = any)."""
     listen_port: _builtins.int
     checkpoint_url: _builtins.str
     """fsspec URL of the checkpoint directory, and how many to keep."""
     keep: _builtins.int
     job: _builtins.str
     tensor_limit_bytes: _builtins.int
+    """As in Assignment."""
     @_builtins.property
-    def assignment(self) -> _control_pb2.SignedAssignment: ...
+    def assignment(self) -> _control_pb2.SignedAssignment:
+        """What the keeper shows to peers."""
+
     @_builtins.property
-    def advertise_hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def advertise_hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Hosts to tell others; the port is the one it listens on."""
+
     def __init__(
         self,
         *,
@@ -685,6 +758,8 @@ Global___StartKeeper: _TypeAlias = StartKeeper  # noqa: Y015
 
 @_typing.final
 class SaveCheckpoint(_message.Message):
+    """Pull this committed version from its donors, check it and write it; the manifest comes last."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
@@ -692,8 +767,11 @@ class SaveCheckpoint(_message.Message):
     DONORS_FIELD_NUMBER: _builtins.int
     JOB_JSON_FIELD_NUMBER: _builtins.int
     version: _builtins.int
+    """Number of committed steps."""
     tokens: _builtins.int
+    """Target tokens in them, for the manifest."""
     job_json: _builtins.bytes
+    """As in Welcome, for the manifest."""
     @_builtins.property
     def donors(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockDonor]:
         """Who holds a snapshot of which blocks."""
@@ -716,6 +794,8 @@ Global___SaveCheckpoint: _TypeAlias = SaveCheckpoint  # noqa: Y015
 
 @_typing.final
 class BlockDonor(_message.Message):
+    """Where one block of a checkpoint can be pulled from."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCK_FIELD_NUMBER: _builtins.int
@@ -725,7 +805,9 @@ class BlockDonor(_message.Message):
     digest: _builtins.str
     """What the donors reported; the keeper checks it."""
     @_builtins.property
-    def peers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Peer]: ...
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Peer]:
+        """In the order to try."""
+
     def __init__(
         self,
         *,
@@ -743,6 +825,8 @@ Global___BlockDonor: _TypeAlias = BlockDonor  # noqa: Y015
 
 @_typing.final
 class FromKeeper(_message.Message):
+    """Everything that the keeper says."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STARTED_FIELD_NUMBER: _builtins.int
@@ -777,12 +861,16 @@ Global___FromKeeper: _TypeAlias = FromKeeper  # noqa: Y015
 
 @_typing.final
 class KeeperStarted(_message.Message):
+    """The data port is open."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ADDRESSES_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Data plane addresses "host:port", in the order to try."""
+
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Versions that the keeper can serve, ascending."""
@@ -803,6 +891,8 @@ Global___KeeperStarted: _TypeAlias = KeeperStarted  # noqa: Y015
 
 @_typing.final
 class CheckpointSaved(_message.Message):
+    """The checkpoint is complete and can be loaded."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
@@ -810,7 +900,9 @@ class CheckpointSaved(_message.Message):
     BYTE_COUNT_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     path: _builtins.str
+    """Where a person finds it."""
     byte_count: _builtins.int
+    """Size of all its files."""
     def __init__(
         self,
         *,
@@ -828,6 +920,8 @@ Global___CheckpointSaved: _TypeAlias = CheckpointSaved  # noqa: Y015
 
 @_typing.final
 class CheckpointFailed(_message.Message):
+    """Nothing was changed; the previous checkpoint is still the newest."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
