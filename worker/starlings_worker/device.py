@@ -4,6 +4,7 @@ memory.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from platform import machine
@@ -58,6 +59,10 @@ class Device:
             torch.cuda.synchronize(self.torch)
         elif self.torch.type == "mps":
             torch.mps.synchronize()
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context in which blocks compute."""
+        return torch.autocast(self.torch.type, dtype=torch.bfloat16) if self.bf16 else nullcontext()
 
     def free_cache(self) -> None:
         if self.torch.type == "cuda":
