@@ -35,7 +35,9 @@ class ComputePlan:
 
 @dataclass(frozen=True, slots=True)
 class SaveCheckpoint:
-    """To the keeper: pull version `version` of every block from one of its donors and write it. -> CheckpointSaved | CheckpointFailed"""
+    """To the keeper: pull version `version` of every block from one of its donors and write it. ->
+    CheckpointSaved | CheckpointFailed
+    """
 
     version: int
     tokens: int

@@ -35,7 +35,9 @@ class KeeperLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConnected:
-    """A control stream was opened, its certificate checked against `hello.worker_id`. `session` numbers streams of this process."""
+    """A control stream was opened, its certificate checked against `hello.worker_id`. `session` numbers
+    streams of this process.
+    """
 
     session: int
     hello: Hello
@@ -81,6 +83,8 @@ class CheckpointSaved:
 class CheckpointFailed:
     version: int
     reason: str
+    # Of the sheet of exit codes, if the failure has one (9: the disk is full).
+    exit_code: int = 1
 
 
 @dataclass(frozen=True, slots=True)

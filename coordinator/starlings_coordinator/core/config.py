@@ -1,0 +1,61 @@
+"""All that the core needs to know of the job and of how patient to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlings_job.profile import Profile
+from starlings_job.spec import JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds. Raising one costs what its comment says."""
+
+    # The least heartbeat interval, and workers per second of it: interval = max(least, workers / per_second).
+    heartbeat_least_s: float = 2.0
+    heartbeats_per_second: float = 250.0
+    # A stream that ended may come back this long; a dead worker is noticed that much later.
+    reconnect_grace_s: float = 2.0
+    # Silence on an open stream; at least this, and at least `silent_intervals` heartbeats.
+    silence_least_s: float = 8.0
+    silent_intervals: float = 4.0
+    # Loading a span; a stuck download holds everybody up that long.
+    load_s: float = 600.0
+    probe_s: float = 180.0
+    # An exchange, from opening to the last Prepared.
+    exchange_s: float = 60.0
+    # Digests or averaging at the end.
+    digest_s: float = 120.0
+    lease_s: float = 600.0
+    # A forward-only lease at the end.
+    forward_lease_s: float = 60.0
+    save_s: float = 600.0
+    plan_s: float = 120.0
+    retry_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    job: JobSpec
+    profile: Profile
+    # Training samples and held-out samples.
+    population: int
+    held_out_count: int
+    # Target tokens of the given training samples (masks differ): the loss denominator of a step.
+    count_targets: Callable[[tuple[int, ...]], int]
+    assignment_key_der: bytes = b""
+    timings: Timings = Timings()
+    # Attempts at one step before the job fails; every one of them names its reason.
+    attempts_limit: int = 20
+    # Failed exchanges or unreachable reports within one step before a worker is dropped.
+    strikes_limit: int = 3
+    generated_tokens: int = 100
+
+    @property
+    def microbatches(self) -> int:
+        return self.job.microbatches_per_step
+
+    def heartbeat_interval_s(self, worker_count: int) -> float:
+        return max(self.timings.heartbeat_least_s, worker_count / self.timings.heartbeats_per_second)

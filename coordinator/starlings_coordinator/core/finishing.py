@@ -1,0 +1,385 @@
+"""Checkpoints on the way, leaving without loss, and the end of a job: average, evaluation, text sample,
+checkpoint, goodbye.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, assert_never
+
+from starlings_coordinator.core.effects import SaveCheckpoint
+from starlings_coordinator.core.events import CheckpointFailed, CheckpointSaved
+from starlings_coordinator.core.members import Member
+from starlings_coordinator.core.phase import Phase
+from starlings_coordinator.core.records import CheckpointRecorded, EvaluationRecorded, TextRecorded
+from starlings_protos.messages import (
+    ExchangeFailed,
+    ExchangePurpose,
+    Lease,
+    LeaseGrant,
+    LeaseKind,
+    MicrobatchDone,
+    MicrobatchFailed,
+    MicrobatchKey,
+    Peer,
+    Refusal,
+    StateReport,
+    StateWanted,
+    WorkerId,
+)
+
+if TYPE_CHECKING:
+    from starlings_coordinator.core.core import Core
+
+TRIES = 3
+
+
+class Part(enum.Enum):
+    """What the end of a job consists of, in order."""
+
+    AGREE = "comparing the replicas"
+    AVERAGE = "averaging the replicas"
+    EVALUATE = "evaluating on held-out samples"
+    GENERATE = "generating a text sample"
+    SAVE = "saving the last checkpoint"
+
+
+@dataclass(slots=True)
+class ForwardWork:
+    """Forward-only microbatches: pooled, leased, done."""
+
+    key_step: int
+    pool: deque[int] = field(default_factory=deque)
+    leases: dict[int, tuple[WorkerId, float]] = field(default_factory=dict)
+    tries: dict[int, int] = field(default_factory=dict)
+    loss_sum: float = 0.0
+    target_count: int = 0
+    done: int = 0
+    count: int = 0
+
+
+class Finishing:
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.part: Part | None = None
+        self._since_s = 0.0
+        self._reports: dict[WorkerId, StateReport] = {}
+        self._averaged = False
+        self._work: ForwardWork | None = None
+        # Evaluation and generation passes are numbered through the core's life, so that late answers are told apart.
+        self._pass = 0
+        self._text: list[int] = []
+        # A version whose snapshots were asked for but perhaps not taken yet, and one that the keeper is pulling.
+        self._snapshot_version = -1
+        self._saving: tuple[int, float] | None = None
+        self._save_failures = 0
+        self._save_again_at_s: float | None = None
+        # Training pauses after this version until it is saved: a last holder wants to leave.
+        self._hold_version = -1
+
+    # ------------------------------------------------------------------ checkpoints on the way
+
+    @property
+    def holding(self) -> bool:
+        return self._hold_version >= 0
+
+    def _last_holders(self) -> list[Member]:
+        """Leaving workers without whom a stage would have no holder that stays."""
+        core = self._core
+        stays = {h.worker_id for h in core.holders if h.leaving is None}
+        return [
+            h
+            for h in core.holders
+            if h.leaving is not None
+            and any(not stays & set(core.holders_of(s)) for s in core.state.spans[h.worker_id].stages)
+        ]
+
+    def wants_checkpoint(self, version: int) -> bool:
+        every = self._core.config.job.checkpoint.every
+        due = every > 0 and version % every == 0 and self._saving is None and self._snapshot_version < 0
+        return due or bool(self._last_holders())
+
+    def donors(self) -> frozenset[WorkerId]:
+        """The lowest worker id of each stage keeps a copy."""
+        core = self._core
+        return frozenset(core.holders_of(stage)[0] for stage in range(len(core.state.stages)))
+
+    def committed(self, snapshot: bool) -> None:
+        """A step was committed. Whoever wants to leave may, if nothing is lost by it; else it stays until the save."""
+        core = self._core
+        if snapshot:
+            self._snapshot_version = core.state.step
+        last = self._last_holders()
+        if last and snapshot:
+            self._hold_version = core.state.step
+            for holder in core.holders:
+                core.desk.send(holder, StateWanted(core.state.step, holder.worker_id in self.donors()))
+            self._reports.clear()
+        for holder in list(core.holders):
+            if holder.leaving is not None and holder not in last and core.phase is Phase.TRAINING:
+                core.membership.release(holder)
+
+    def all_applied(self, step: int) -> None:
+        """Everybody prepared `step`, so everybody had applied the one before: its snapshots exist."""
+        if 0 <= self._snapshot_version <= step:
+            self._save(self._snapshot_version, {})
+            self._snapshot_version = -1
+
+    def _save(self, version: int, digests: dict[str, str]) -> None:
+        core, state = self._core, self._core.state
+        names = core.config.profile.block_names
+        donors = []
+        for index, stage in enumerate(state.stages):
+            member = core.members[core.holders_of(index)[0]]
+            peer: Peer = member.peer(state.spans[member.worker_id], state.stages, core.config.profile, 1)
+            donors += [(names[b], (peer,), digests.get(names[b], "")) for b in stage.blocks]
+        self._saving = (version, core.now.monotonic_s)
+        tokens = version * core.config.job.tokens_per_step
+        core.desk.ask(SaveCheckpoint(version, tokens, tuple(donors)))
+
+    def checkpoint_saved(self, event: CheckpointSaved) -> None:
+        core = self._core
+        if self._saving is not None and self._saving[0] == event.version:
+            self._saving = None
+        if event.version > core.state.step or core.state.finished is not None:
+            return
+        core.desk.record(CheckpointRecorded(event.version, event.path))
+        core.planning.keeper_has(event.version)
+        core.desk.announce("checkpoint", f"version {event.version} is saved: {event.path}")
+        self._save_failures, self._save_again_at_s = 0, None
+        if core.phase is Phase.TRAINING and self._hold_version == event.version:
+            self._hold_version = -1
+            for member in self._last_holders():
+                core.membership.release(member)
+                if core.phase is not Phase.TRAINING:
+                    break
+        elif core.phase is Phase.FINISHING and self.part is Part.SAVE and event.version == core.state.step:
+            steps = core.state.step
+            core.end(
+                done=True, reason=core.state.stop_reason or f"all {steps} steps are trained", exit_code=0
+            )
+
+    def checkpoint_failed(self, event: CheckpointFailed) -> None:
+        core = self._core
+        if self._saving is None or self._saving[0] != event.version:
+            return
+        self._saving = None
+        core.desk.announce("checkpoint_failed", f"version {event.version} could not be saved: {event.reason}")
+        self._save_failures += 1
+        last_one = core.phase is Phase.FINISHING and self.part is Part.SAVE
+        if last_one and self._save_failures >= TRIES:
+            core.fail(f"the last checkpoint could not be saved: {event.reason}", event.exit_code)
+        elif last_one or self.holding:
+            self._save_again_at_s = core.now.monotonic_s + core.config.timings.retry_s
+
+    # ------------------------------------------------------------------ the end, part by part
+
+    def begin(self) -> None:
+        """Also after the plan changed: every part is done again, they are all short."""
+        self._snapshot_version, self._hold_version = -1, -1
+        self._averaged = False
+        self._save_failures, self._save_again_at_s = 0, None
+        self._enter(Part.AGREE)
+
+    def _enter(self, part: Part) -> None:
+        core, state, config = self._core, self._core.state, self._core.config
+        self.part, self._since_s, self._work = part, core.now.monotonic_s, None
+        match part:
+            case Part.AGREE:
+                self._reports.clear()
+                for holder in core.holders:
+                    core.desk.send(holder, StateWanted(state.step, holder.worker_id in self.donors()))
+            case Part.AVERAGE:
+                self._reports.clear()
+                self._averaged = True
+                groups = core.stepping.groups()
+                weights = {g: dict.fromkeys(members, 1 / len(members)) for g, members in groups.items()}
+                core.stepping.open_round(weights, ExchangePurpose.STATE)
+            case Part.EVALUATE:
+                count = math.ceil(config.held_out_count / config.job.train.microbatch)
+                if count == 0:
+                    self._enter(Part.SAVE)
+                    return
+                self._start_work(count)
+            case Part.GENERATE:
+                if config.profile.family == "sequential" or config.held_out_count == 0:
+                    self._enter(Part.SAVE)
+                    return
+                self._text = []
+                self._start_work(1)
+            case Part.SAVE:
+                digests: dict[str, str] = {}
+                for report in self._reports.values():
+                    digests.update(report.block_digests)
+                self._save(state.step, digests)
+            case _:
+                assert_never(part)
+
+    def _start_work(self, count: int) -> None:
+        self._pass += 1
+        self._work = ForwardWork(self._pass, deque(range(count)), count=count)
+
+    def state_reported(self, member: Member, message: StateReport) -> None:
+        core = self._core
+        if message.version != core.state.step or member.worker_id not in core.state.spans:
+            core.dropped_messages += 1
+            return
+        self._reports[member.worker_id] = message
+        if not all(worker_id in self._reports for worker_id in core.state.spans):
+            return
+        if core.phase is Phase.TRAINING and self._hold_version == message.version:
+            digests = {b: d for r in self._reports.values() for b, d in r.block_digests.items()}
+            self._snapshot_version = -1
+            self._save(message.version, digests)
+        elif core.phase is Phase.FINISHING and self.part in (Part.AGREE, Part.AVERAGE):
+            flaw = core.planning.digest_disagreement({w: r.block_digests for w, r in self._reports.items()})
+            if not flaw:
+                self._enter(Part.EVALUATE)
+            elif not self._averaged:
+                core.desk.announce("average", f"replicas are averaged: {flaw}")
+                self._enter(Part.AVERAGE)
+            else:
+                core.fail(f"replicas still differ after averaging: {flaw}")
+
+    def exchange_failed(self, member: Member, message: ExchangeFailed) -> None:
+        core = self._core
+        if self.part is not Part.AVERAGE or (message.step, message.attempt) != (
+            core.state.step,
+            core.state.attempt,
+        ):
+            core.dropped_messages += 1
+            return
+        member.strikes += 1
+        if member.strikes >= core.config.strikes_limit:
+            core.membership.dismiss(member, Refusal.STALE, f"averaging fails at it: {message.reason}")
+        else:
+            core.planning.reissue(f"averaging {message.group} failed at {member.worker_id}: {message.reason}")
+
+    # ------------------------------------------------------------------ forward-only work
+
+    def go_on(self) -> None:
+        core, now_s, timings = self._core, self._core.now.monotonic_s, self._core.config.timings
+        if self._save_again_at_s is not None and now_s >= self._save_again_at_s and self._saving is None:
+            self._save_again_at_s = None
+            if core.phase is Phase.FINISHING and self.part is Part.SAVE:
+                self._enter(Part.SAVE)
+            elif core.phase is Phase.TRAINING and self.holding:
+                self._save(self._hold_version, {})
+        if self._saving is not None and now_s - self._saving[1] > timings.save_s:
+            self.checkpoint_failed(CheckpointFailed(self._saving[0], "the keeper did not answer in time"))
+        if core.phase is not Phase.FINISHING:
+            return
+        if self._work is not None:
+            self._lease_forward(self._work)
+        elif self.part in (Part.AGREE, Part.AVERAGE) and now_s - self._since_s > timings.digest_s:
+            late = [h for h in core.holders if h.worker_id not in self._reports]
+            if late:
+                core.membership.dismiss(
+                    late[0], Refusal.STALE, "it did not report its state at the end in time"
+                )
+
+    def _lease_forward(self, work: ForwardWork) -> None:
+        core, now_s = self._core, self._core.now.monotonic_s
+        for index, (worker_id, at_s) in list(work.leases.items()):
+            if worker_id not in core.members or now_s - at_s > core.config.timings.forward_lease_s:
+                self._return(work, index, f"not answered by {worker_id} in time")
+                if self._work is not work:
+                    return
+        wishing = [
+            h
+            for h in core.holders
+            if h.here and h.wish > 0 and core.state.spans[h.worker_id].first_stage == 0
+        ]
+        busy = {h.worker_id: sum(1 for w, _ in work.leases.values() if w == h.worker_id) for h in wishing}
+        while wishing and work.pool:
+            member = min(wishing, key=lambda m: (busy[m.worker_id], m.worker_id))
+            index = work.pool.popleft()
+            work.leases[index] = (member.worker_id, now_s)
+            busy[member.worker_id] += 1
+            member.wish -= 1
+            if member.wish == 0:
+                wishing.remove(member)
+            core.desk.send(member, LeaseGrant((self._lease(work, index),)))
+
+    def _lease(self, work: ForwardWork, index: int) -> Lease:
+        config = self._core.config
+        if self.part is Part.EVALUATE:
+            first = index * config.job.train.microbatch
+            samples = tuple(range(first, min(first + config.job.train.microbatch, config.held_out_count)))
+            kind = LeaseKind.EVALUATE
+        else:
+            samples, kind = (self._prompt_sample, *self._text), LeaseKind.GENERATE
+        # A lease that comes back is another attempt, so that a late answer to the first does not count twice.
+        key = MicrobatchKey(kind, work.key_step, work.tries.get(index, 0), index)
+        return Lease(key, samples, 1.0, config.timings.forward_lease_s)
+
+    @property
+    def _prompt_sample(self) -> int:
+        return self._core.config.job.job.seed % max(1, self._core.config.held_out_count)
+
+    def microbatch_done(self, member: Member, message: MicrobatchDone) -> None:
+        """From the holder of the last stage."""
+        core, work, key = self._core, self._work, message.key
+        if (
+            work is None
+            or key.step != work.key_step
+            or key.index not in work.leases
+            or key.attempt != work.tries.get(key.index, 0)
+        ):
+            core.dropped_messages += 1
+            return
+        ends_here = bool(message.route) and message.route[-1].worker_id == member.worker_id
+        if not ends_here or len(core.state.stages) - 1 not in core.state.spans[member.worker_id]:
+            core.refused_reports += 1
+            return
+        del work.leases[key.index]
+        work.done += 1
+        if self.part is Part.GENERATE:
+            self._next_token(message.next_token)
+            return
+        work.loss_sum += message.loss_sum
+        work.target_count += message.target_count
+        if work.done == work.count:
+            loss = work.loss_sum / max(1, work.target_count)
+            if not math.isfinite(loss):
+                core.fail("the validation loss is not finite")
+                return
+            core.desk.record(EvaluationRecorded(core.state.step, loss))
+            core.desk.announce("evaluation", f"validation loss {loss:.4f} nats per token")
+            self._enter(Part.GENERATE)
+
+    def _next_token(self, token: int) -> None:
+        core = self._core
+        self._text.append(min(token, core.config.profile.vocabulary_size - 1))
+        if len(self._text) < core.config.generated_tokens:
+            self._start_work(1)
+            return
+        core.desk.record(TextRecorded(core.state.step, self._prompt_sample, tuple(self._text)))
+        self._enter(Part.SAVE)
+
+    def microbatch_failed(self, member: Member, message: MicrobatchFailed) -> None:
+        work, key = self._work, message.key
+        if work is None or key.step != work.key_step or key.index not in work.leases:
+            self._core.dropped_messages += 1
+            return
+        self._return(work, key.index, f"{member.worker_id}: {message.reason}")
+
+    def _return(self, work: ForwardWork, index: int, reason: str) -> None:
+        del work.leases[index]
+        work.tries[index] = work.tries.get(index, 0) + 1
+        if work.tries[index] >= TRIES:
+            assert self.part is not None
+            self._core.fail(f"{self.part.value} failed {TRIES} times: {reason}")
+            return
+        work.pool.append(index)
+
+    def waiting_words(self) -> str:
+        if self.part is None:
+            return ""
+        late = [h.worker_id for h in self._core.holders if h.worker_id not in self._reports]
+        if self.part in (Part.AGREE, Part.AVERAGE) and late:
+            return f"{self.part.value}: waiting for {', '.join(late[:4])}"
+        return self.part.value

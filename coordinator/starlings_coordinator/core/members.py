@@ -1,0 +1,99 @@
+"""The workers that the coordinator knows now. Soft: it is rebuilt by their Hellos after a restart."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from starlings_coordinator.core.liveness import SilenceDetector
+from starlings_job.profile import Profile
+from starlings_protos.messages import (
+    Heartbeat,
+    Hello,
+    Peer,
+    PlanWorker,
+    ProbeReport,
+    Ready,
+    Span,
+    Stage,
+    WorkerId,
+)
+
+
+class MemberState(enum.Enum):
+    JOINING = "joining"
+    PROBING = "probing"
+    STANDBY = "standby"
+    LOADING = "loading"
+    TRAINING = "training"
+    LEAVING = "leaving"
+    LOST = "lost"
+
+
+@dataclass(slots=True)
+class Member:
+    worker_id: WorkerId
+    hello: Hello
+    incarnation: int
+    # None while the stream is down.
+    session: int | None
+    detector: SilenceDetector
+    state: MemberState = MemberState.JOINING
+    # Why it does no work, in words; "" while it does.
+    reason: str = ""
+    disconnected_at_s: float | None = None
+    probe: ProbeReport | None = None
+    probe_started_at_s: float | None = None
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    # Microbatches that it could begin now.
+    wish: int = 0
+    ready: Ready | None = None
+    load_started_at_s: float = 0.0
+    # What it said with Leaving; None otherwise.
+    leaving: str | None = None
+    # Failed exchanges and accusations at the present step.
+    strikes: int = 0
+
+    @property
+    def here(self) -> bool:
+        return self.session is not None
+
+    @property
+    def usable(self) -> bool:
+        """Can be planned with."""
+        return self.here and self.probe is not None and self.leaving is None
+
+    def plan_worker(self) -> PlanWorker:
+        assert self.probe is not None
+        return PlanWorker(
+            self.worker_id,
+            self.probe.forward_seconds,
+            self.probe.backward_seconds,
+            self.probe.memory_bytes,
+            self.probe.uplink_bytes_per_s,
+            self.probe.downlink_bytes_per_s,
+            self.hello.host_id,
+            self.hello.site,
+            self.hello.region,
+        )
+
+    def peer(self, span: Span, stages: tuple[Stage, ...], profile: Profile, slots: int) -> Peer:
+        """As its peers need to know it."""
+        probe = self.probe
+        assert probe is not None
+
+        def seconds(per_kind: dict[str, float]) -> tuple[float, ...]:
+            return tuple(
+                sum(per_kind.get(profile.blocks[block].kind, 0.0) for block in stages[stage].blocks)
+                for stage in span.stages
+            )
+
+        return Peer(
+            self.worker_id,
+            probe.addresses,
+            span,
+            self.incarnation,
+            seconds(dict(probe.forward_seconds)),
+            seconds(dict(probe.backward_seconds)),
+            slots,
+        )

@@ -1,0 +1,258 @@
+"""Who is here: admission, incarnations, probes one per host, silence, leaving, loss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlings_coordinator.core.liveness import SilenceDetector
+from starlings_coordinator.core.members import Member, MemberState
+from starlings_coordinator.core.records import WorkerAdmitted
+from starlings_protos.messages import (
+    EngineDown,
+    Finish,
+    Hello,
+    Leaving,
+    ProbeReport,
+    Refusal,
+    Standby,
+    Welcome,
+    WorkerId,
+)
+
+if TYPE_CHECKING:
+    from starlings_coordinator.core.core import Core
+
+# The protocol versions that this coordinator speaks.
+PROTOCOL_MIN, PROTOCOL_MAX = 1, 1
+
+
+class Membership:
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        # When the set of usable workers last changed; planning waits until it has settled.
+        self.changed_at_s = 0.0
+        self.changes = 0
+        self._revoked: set[WorkerId] = set()
+
+    def _changed(self) -> None:
+        self.changed_at_s = self._core.now.monotonic_s
+        self.changes += 1
+
+    # ------------------------------------------------------------------ coming
+
+    def connected(self, session: int, hello: Hello) -> None:
+        core, worker_id = self._core, hello.worker_id
+        refusal = self._objection(hello)
+        if refusal is not None:
+            core.refuse(session, worker_id, *refusal)
+            return
+        now_s = core.now.monotonic_s
+        old = core.members.get(worker_id)
+        if old is not None and old.session is not None:
+            core.desk.close(old, Refusal.SUPERSEDED, "the same worker connected again; this session is over")
+        if (
+            old is not None
+            and old.hello.session_nonce == hello.session_nonce
+            and old.state is not MemberState.LOST
+        ):
+            self._resumed(old, session, hello)
+            return
+        if old is not None:
+            self.lose(old, "it was started again", announce=False)
+        timings = core.config.timings
+        detector = SilenceDetector(
+            max(
+                timings.silence_least_s,
+                timings.silent_intervals * core.config.heartbeat_interval_s(len(core.members)),
+            ),
+            3 * timings.silence_least_s,
+            now_s,
+        )
+        member = Member(worker_id, hello, 0, session, detector)
+        core.members[worker_id] = member
+        core.desk.announce("join", f"{worker_id} joined: {hello.device or 'unknown device'}")
+        self._new_life(member)
+
+    def _objection(self, hello: Hello) -> tuple[Refusal, str] | None:
+        core = self._core
+        if hello.worker_id in self._revoked:
+            return Refusal.REVOKED, "this worker's certificate was revoked by the job's owner"
+        if hello.protocol_max < PROTOCOL_MIN:
+            return Refusal.VERSION, (
+                f"worker {hello.version} speaks protocol up to {hello.protocol_max}, this coordinator "
+                f"{PROTOCOL_MIN} to {PROTOCOL_MAX}; upgrade the worker: uv tool upgrade starlings"
+            )
+        if hello.protocol_min > PROTOCOL_MAX:
+            return Refusal.VERSION, (
+                f"worker {hello.version} speaks protocol from {hello.protocol_min}, this coordinator only "
+                f"{PROTOCOL_MIN} to {PROTOCOL_MAX}; ask the job's owner to upgrade the coordinator"
+            )
+        if hello.job_digest and hello.job_digest != core.config.job.digest():
+            return Refusal.JOB_MISMATCH, (
+                f"this worker directory belongs to another version of the job (digest {hello.job_digest[:12]}, "
+                f"the coordinator has {core.config.job.digest()[:12]}); join again with another --dir"
+            )
+        return None
+
+    def _resumed(self, member: Member, session: int, hello: Hello) -> None:
+        """The same life on a new stream. Messages may have been lost both ways, so what it does is begun anew."""
+        core = self._core
+        member.session, member.hello, member.disconnected_at_s = session, hello, None
+        member.detector.forgive(core.now.monotonic_s)
+        core.desk.announce("rejoin", f"{member.worker_id} is connected again")
+        core.desk.send(member, self._welcome(member, probe_now=member.state is MemberState.PROBING))
+        if member.worker_id in core.state.spans and core.plan_is_live:
+            core.planning.reissue(f"{member.worker_id} was disconnected for a moment")
+        elif member.reason and member.state is MemberState.STANDBY:
+            core.desk.send(member, Standby(member.reason))
+        self._changed()
+        self._probe_next()
+
+    def _new_life(self, member: Member) -> None:
+        core = self._core
+        incarnation = core.state.incarnations.get(member.worker_id, 0) + 1
+        core.desk.record(WorkerAdmitted(member.worker_id, incarnation, member.hello.device))
+        member.incarnation = incarnation
+        member.state, member.reason = MemberState.JOINING, "waits for its turn to be measured"
+        member.probe, member.ready, member.probe_started_at_s = None, None, None
+        member.wish = 0
+        self._probe_next()
+        if member.state is MemberState.JOINING:
+            core.desk.send(member, self._welcome(member, probe_now=False))
+
+    def _welcome(self, member: Member, *, probe_now: bool) -> Welcome:
+        core, config = self._core, self._core.config
+        return Welcome(
+            PROTOCOL_MAX,
+            member.incarnation,
+            config.job.to_json(),
+            config.job.digest(),
+            config.heartbeat_interval_s(len(core.members)),
+            config.assignment_key_der,
+            core.now.wall_s,
+            config.profile.to_json(),
+            probe_now,
+        )
+
+    # ------------------------------------------------------------------ probes
+
+    def _probe_next(self) -> None:
+        """One probe per host at a time: workers of one machine would measure each other."""
+        core = self._core
+        busy = {m.hello.host_id for m in core.members.values() if m.state is MemberState.PROBING and m.here}
+        for _, member in sorted(core.members.items()):
+            if member.state is MemberState.JOINING and member.here and member.hello.host_id not in busy:
+                busy.add(member.hello.host_id)
+                member.state, member.reason = MemberState.PROBING, "its device is being measured"
+                member.probe_started_at_s = core.now.monotonic_s
+                core.desk.send(member, self._welcome(member, probe_now=True))
+
+    def probed(self, member: Member, report: ProbeReport) -> None:
+        if member.state not in (MemberState.PROBING, MemberState.STANDBY):
+            self._core.dropped_messages += 1
+            return
+        if not report.addresses or any(not (0 <= s < 1e9) for s in report.forward_seconds.values()):
+            self._core.refused_reports += 1
+            self.dismiss(member, Refusal.MALFORMED, "its probe report makes no sense")
+            return
+        if member.state is MemberState.PROBING:
+            member.state, member.reason = MemberState.STANDBY, "waits for a plan"
+        member.probe = report
+        self._changed()
+        self._probe_next()
+
+    # ------------------------------------------------------------------ going
+
+    def disconnected(self, session: int, worker_id: WorkerId) -> None:
+        member = self._core.members.get(worker_id)
+        if member is None or member.session != session:
+            return
+        member.session = None
+        member.disconnected_at_s = self._core.now.monotonic_s
+        if worker_id not in self._core.state.spans or not self._core.plan_is_live:
+            self._changed()
+        self._probe_next()
+
+    def engine_down(self, member: Member, message: EngineDown) -> None:
+        """The supervisor is still there; a new engine is a new incarnation."""
+        core = self._core
+        core.desk.announce("engine_down", f"{member.worker_id}: {message.reason}")
+        self._vacate(member, f"the engine of {member.worker_id} ended: {message.reason}")
+        self._changed()
+        if message.restarting and member.worker_id in core.members:
+            self._new_life(member)
+        else:
+            member.state, member.reason, member.probe = MemberState.STANDBY, message.reason, None
+            self._probe_next()
+
+    def leaving(self, member: Member, message: Leaving) -> None:
+        if member.leaving is not None:
+            return
+        member.leaving = message.reason or "it was asked to stop"
+        self._core.desk.announce("leaving", f"{member.worker_id} wants to leave: {member.leaving}")
+        self._changed()
+        if member.worker_id not in self._core.state.spans or not self._core.plan_is_live:
+            self.release(member)
+        else:
+            member.state, member.reason = MemberState.LEAVING, member.leaving
+
+    def release(self, member: Member) -> None:
+        """Goodbye in order: nothing of the job depends on it any more."""
+        core = self._core
+        core.desk.announce("leave", f"{member.worker_id} left: {member.leaving or 'not needed any more'}")
+        core.desk.send(member, Finish(False, "you may go: nothing depends on this worker any more"))
+        core.members.pop(member.worker_id, None)
+        self._vacate(member, f"{member.worker_id} left")
+        self._changed()
+        self._probe_next()
+
+    def revoked(self, worker_id: WorkerId) -> None:
+        self._revoked.add(worker_id)
+        member = self._core.members.get(worker_id)
+        if member is not None:
+            self.dismiss(member, Refusal.REVOKED, "this worker's certificate was revoked by the job's owner")
+
+    def dismiss(self, member: Member, refusal: Refusal, reason: str) -> None:
+        """Against its will."""
+        self._core.desk.close(member, refusal, reason)
+        self.lose(member, reason)
+
+    def lose(self, member: Member, reason: str, *, announce: bool = True) -> None:
+        core = self._core
+        if announce:
+            core.desk.announce("lost", f"{member.worker_id} was lost: {reason}")
+        core.desk.close(member, Refusal.STALE, f"the coordinator gave this worker up: {reason}")
+        member.state = MemberState.LOST
+        core.members.pop(member.worker_id, None)
+        self._vacate(member, f"{member.worker_id} was lost: {reason}")
+        self._changed()
+        self._probe_next()
+
+    def _vacate(self, member: Member, reason: str) -> None:
+        core = self._core
+        if core.plan_is_live and member.worker_id in core.state.spans:
+            core.planning.holder_gone(member.worker_id, reason)
+
+    # ------------------------------------------------------------------ time
+
+    def look_at_time(self, *, forgive: bool) -> None:
+        """Silence, streams that did not come back, probes that never end."""
+        core, now_s, timings = self._core, self._core.now.monotonic_s, self._core.config.timings
+        for member in list(core.members.values()):
+            if forgive:
+                member.detector.forgive(now_s)
+                if member.disconnected_at_s is not None:
+                    member.disconnected_at_s = now_s
+            elif member.session is None and member.disconnected_at_s is not None:
+                if now_s - member.disconnected_at_s >= timings.reconnect_grace_s:
+                    self.lose(member, "its connection ended")
+            elif member.session is not None and member.detector.lost(now_s):
+                self.lose(member, f"nothing was heard of it for {now_s - member.detector.last_heard_s:.0f} s")
+            elif (
+                member.state is MemberState.PROBING
+                and member.probe_started_at_s is not None
+                and now_s - member.probe_started_at_s > timings.probe_s
+            ):
+                self.dismiss(
+                    member, Refusal.STALE, f"its device was not measured within {timings.probe_s:.0f} s"
+                )

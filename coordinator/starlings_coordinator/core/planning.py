@@ -1,0 +1,382 @@
+"""From gathered workers to a loaded plan, and what becomes of a plan when a holder goes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlings_coordinator.core.effects import ComputePlan
+from starlings_coordinator.core.members import Member, MemberState
+from starlings_coordinator.core.phase import Phase
+from starlings_coordinator.core.records import PlanAdopted
+from starlings_coordinator.core.views import gossip_peers
+from starlings_coordinator.core.waiting import (
+    ForKeeper,
+    ForPlanner,
+    ForRetry,
+    ForRoom,
+    ForSettling,
+    ForWorkers,
+    Reason,
+    Waiting,
+)
+from starlings_job.memory import bytes_per_parameter
+from starlings_protos.messages import (
+    KEEPER,
+    Assignment,
+    Peer,
+    PlannedWorker,
+    PlanReply,
+    PlanRequest,
+    Ready,
+    Refusal,
+    Span,
+    Standby,
+    StepRestarted,
+    WorkerId,
+)
+
+if TYPE_CHECKING:
+    from starlings_coordinator.core.core import Core
+
+
+class Planning:
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.waiting = Waiting(ForWorkers(0, 1, 0))
+        self._because = ""
+        self._keeper_addresses: tuple[str, ...] = ()
+        self._keeper_versions: frozenset[int] = frozenset()
+        self._request_id = 0
+        self._asked_at_s = 0.0
+        # The membership (`Membership.changes`) that the pending or last answer is about.
+        self._asked_about = -1
+        self._impossible: tuple[int, str] | None = None
+        self._retry: tuple[float, str] | None = None
+        self._slots: dict[WorkerId, PlannedWorker] = {}
+        # Where the present plan's workers load from.
+        self._load_version = 0
+
+    # ------------------------------------------------------------------ the keeper
+
+    def keeper_started(self, addresses: tuple[str, ...], versions: tuple[int, ...]) -> None:
+        self._keeper_addresses, self._keeper_versions = addresses, frozenset(versions)
+
+    def keeper_lost(self) -> None:
+        self._keeper_addresses = ()
+
+    def keeper_has(self, version: int) -> None:
+        self._keeper_versions |= {version}
+
+    # ------------------------------------------------------------------ gathering
+
+    def go_on(self) -> None:
+        core = self._core
+        if core.phase is Phase.GATHERING:
+            reason = self._obstacle()
+            if reason is None:
+                self._ask()
+            else:
+                self.waiting = Waiting(reason, self._because)
+        elif core.phase is Phase.PLANNING:
+            if core.now.monotonic_s - self._asked_at_s > core.config.timings.plan_s:
+                self._retry_later("the planner did not answer")
+        elif core.phase is Phase.LOADING:
+            self._watch_loading()
+
+    def _obstacle(self) -> Reason | None:
+        core, now_s = self._core, self._core.now.monotonic_s
+        usable = self._usable()
+        need = core.config.job.swarm.min_workers
+        if len(usable) < need or not usable:
+            have = sum(1 for m in core.members.values() if m.here and m.leaving is None)
+            return ForWorkers(have, max(need, 1), len(usable))
+        version = core.state.restart_version
+        if not self._keeper_addresses or version not in self._keeper_versions:
+            return ForKeeper(version)
+        if self._impossible is not None and self._impossible[0] == core.membership.changes:
+            return ForRoom(self._impossible[1])
+        if self._retry is not None and now_s < self._retry[0]:
+            return ForRetry(self._retry[1], self._retry[0] - now_s)
+        settled_at_s = core.membership.changed_at_s + core.config.job.swarm.settle_s
+        if now_s < settled_at_s:
+            return ForSettling(settled_at_s - now_s)
+        return None
+
+    def _usable(self) -> list[Member]:
+        return [m for _, m in sorted(self._core.members.items()) if m.usable]
+
+    def _ask(self) -> None:
+        core, job = self._core, self._core.config.job
+        self._request_id += 1
+        self._asked_at_s = core.now.monotonic_s
+        self._asked_about = core.membership.changes
+        self._retry = None
+        core.phase = Phase.PLANNING
+        self.waiting = Waiting(ForPlanner(), self._because)
+        # The cut is fixed once anything was trained.
+        stages = core.state.stages if core.state.restart_version > 0 else ()
+        core.desk.ask(
+            ComputePlan(
+                PlanRequest(
+                    self._request_id,
+                    tuple(member.plan_worker() for member in self._usable()),
+                    job.job.seed,
+                    job.train.microbatch,
+                    job.microbatches_per_step,
+                    float(bytes_per_parameter(job.train, job.exchange.codec)),
+                    stages,
+                )
+            )
+        )
+
+    def _retry_later(self, reason: str) -> None:
+        core = self._core
+        self._retry = (core.now.monotonic_s + core.config.timings.retry_s, reason)
+        core.phase = Phase.GATHERING
+
+    def planner_failed(self, request_id: int, reason: str) -> None:
+        if self._core.phase is Phase.PLANNING and request_id == self._request_id:
+            self._core.desk.announce("planner", f"the planner failed: {reason}")
+            self._retry_later(f"the planner failed: {reason}")
+
+    # ------------------------------------------------------------------ a plan
+
+    def computed(self, reply: PlanReply) -> None:
+        core = self._core
+        if core.phase is not Phase.PLANNING or reply.request_id != self._request_id:
+            core.dropped_messages += 1
+            return
+        core.phase = Phase.GATHERING
+        if core.membership.changes != self._asked_about:
+            return  # Somebody came or went meanwhile: asked again once that has settled.
+        if reply.impossible:
+            self._impossible = (self._asked_about, reply.impossible)
+            core.desk.announce("plan", f"no plan: {reply.impossible}")
+            return
+        spans = {p.worker_id: p.span for p in reply.workers if p.span is not None}
+        flaw = self._flaw(reply, spans)
+        if flaw:
+            self._retry_later(f"the planner's answer is wrong: {flaw}")
+            return
+        self._adopt(reply, spans)
+
+    def _flaw(self, reply: PlanReply, spans: dict[WorkerId, Span]) -> str:
+        """A plan comes from another process: it is checked before anybody acts on it."""
+        core, blocks = self._core, len(self._core.config.profile.blocks)
+        at = 0
+        for stage in reply.stages:
+            if stage.first_block != at or stage.last_block < stage.first_block:
+                return "the stages do not follow each other"
+            at = stage.last_block + 1
+        if at != blocks:
+            return f"the stages cover {at} of {blocks} blocks"
+        for worker_id, span in spans.items():
+            member = core.members.get(worker_id)
+            if member is None or not member.usable:
+                return f"{worker_id} is not there"
+            if not 0 <= span.first_stage <= span.last_stage < len(reply.stages):
+                return f"{worker_id} has no valid span"
+        for stage_index in range(len(reply.stages)):
+            if not any(stage_index in span for span in spans.values()):
+                return f"nobody holds stage {stage_index}"
+        return ""
+
+    def _adopt(self, reply: PlanReply, spans: dict[WorkerId, Span]) -> None:
+        core, state = self._core, self._core.state
+        version = state.restart_version
+        lost = state.step - version
+        attempt = state.attempt + 1 if version == state.step and state.plan_version else 0
+        core.desk.record(
+            PlanAdopted(
+                state.plan_version + 1,
+                reply.stages,
+                tuple(sorted(spans.items())),
+                version,
+                attempt,
+                self._because or "first plan",
+            )
+        )
+        if lost > 0:
+            core.desk.announce(
+                "rewind", f"training goes on from version {version}: {lost} steps are done again"
+            )
+        self._slots = {planned.worker_id: planned for planned in reply.workers}
+        core.planned_memory_bytes = {p.worker_id: p.memory_bytes for p in reply.workers if p.span is not None}
+        self._load_version = version
+        self._because = ""
+        core.phase = Phase.LOADING
+        ratio = reply.predicted_microbatches_per_s / max(reply.bound_microbatches_per_s, 1e-12)
+        core.desk.announce(
+            "plan",
+            f"plan {state.plan_version}: {len(reply.stages)} stages on {len(spans)} workers, {ratio:.0%} of the bound"
+            + (f"; {reply.binding}" if reply.binding else ""),
+        )
+        for member in core.members.values():
+            span = spans.get(member.worker_id)
+            member.ready, member.wish = None, 0
+            if span is not None:
+                member.state, member.reason = MemberState.LOADING, "loads its span"
+                member.load_started_at_s = core.now.monotonic_s
+                core.desk.send(member, self._assignment(member, span))
+            elif member.usable:
+                planned = self._slots.get(member.worker_id)
+                self._stand_by(
+                    member, planned.reason if planned is not None and planned.reason else "no span fits"
+                )
+
+    def _stand_by(self, member: Member, reason: str) -> None:
+        if member.state is not MemberState.LEAVING:
+            member.state, member.reason = MemberState.STANDBY, reason
+        self._core.desk.send(member, Standby(reason))
+
+    def _assignment(self, member: Member, span: Span) -> Assignment:
+        core, state, job = self._core, self._core.state, self._core.config.job
+        planned = self._slots.get(member.worker_id)
+        peers = tuple(
+            core.members[w].peer(other, state.stages, core.config.profile, self._slots_of(w))
+            for w, other in sorted(state.spans.items())
+            if w != member.worker_id and w in core.members
+        )
+        return Assignment(
+            plan_version=state.plan_version,
+            stages=state.stages,
+            span=span,
+            version=state.step,
+            donors=(Peer(KEEPER, self._keeper_addresses),),
+            peers=peers,
+            slots=self._slots_of(member.worker_id),
+            recompute=planned.recompute if planned is not None else False,
+            topology="all",
+            gossip_peers=gossip_peers(member.worker_id, span, state.spans),
+            seed=job.job.seed,
+            step=state.step,
+            attempt=state.attempt,
+            tensor_limit_bytes=core.config.profile.tensor_limit_bytes(job.train.microbatch),
+        )
+
+    def _slots_of(self, worker_id: WorkerId) -> int:
+        planned = self._slots.get(worker_id)
+        return max(1, planned.slots) if planned is not None else 1
+
+    # ------------------------------------------------------------------ loading
+
+    def ready(self, member: Member, message: Ready) -> None:
+        core, state = self._core, self._core.state
+        if message.plan_version != state.plan_version or core.phase is not Phase.LOADING:
+            return  # Of an older plan, or an answer to new peers while training goes on.
+        span = state.spans.get(member.worker_id)
+        if span is None:
+            return
+        names = core.config.profile.block_names
+        expected = {names[b] for s in span.stages for b in state.stages[s].blocks}
+        if message.version != state.step or set(message.block_digests) != expected:
+            core.refused_reports += 1
+            core.membership.dismiss(
+                member,
+                Refusal.NOT_HELD,
+                f"it is ready with version {message.version} of other blocks than planned",
+            )
+            return
+        member.ready, member.state, member.reason = (
+            message,
+            MemberState.TRAINING,
+            "ready; waits for the others",
+        )
+        if all(holder.ready is not None for holder in core.holders):
+            self._everybody_is_ready()
+
+    def _everybody_is_ready(self) -> None:
+        core = self._core
+        flaw = self.digest_disagreement({h.worker_id: h.ready.block_digests for h in core.holders if h.ready})
+        if flaw:
+            core.fail(
+                f"replicas loaded unlike weights: {flaw}; check the job directory's weights", exit_code=1
+            )
+            return
+        for holder in core.holders:
+            if holder.leaving is None:
+                holder.reason = ""
+        core.phase = Phase.TRAINING
+        core.stepping.begin()
+
+    @staticmethod
+    def digest_disagreement(reports: dict[WorkerId, object]) -> str:
+        seen: dict[str, tuple[str, WorkerId]] = {}
+        for worker_id, digests in sorted(reports.items()):
+            assert isinstance(digests, dict)
+            for block, digest in sorted(digests.items()):
+                first = seen.setdefault(block, (digest, worker_id))
+                if first[0] != digest:
+                    return f"block {block} differs between {first[1]} and {worker_id}"
+        return ""
+
+    def _watch_loading(self) -> None:
+        core = self._core
+        for holder in core.holders:
+            late_s = core.now.monotonic_s - holder.load_started_at_s
+            if holder.ready is None and late_s > core.config.timings.load_s:
+                core.membership.dismiss(
+                    holder, Refusal.STALE, f"it did not load its span within {late_s:.0f} s"
+                )
+                return
+
+    def loading_words(self) -> str:
+        slow = [h.worker_id for h in self._core.holders if h.ready is None]
+        return f"waiting for {', '.join(slow[:4])}{' ...' if len(slow) > 4 else ''} to load"
+
+    # ------------------------------------------------------------------ a plan that changes
+
+    def holder_gone(self, worker_id: WorkerId, reason: str) -> None:
+        """With every stage still held, go on without it; otherwise from the newest checkpoint."""
+        core, state = self._core, self._core.state
+        left = {w: span for w, span in state.spans.items() if w != worker_id and w in core.members}
+        uncovered = [s for s in range(len(state.stages)) if not any(s in span for span in left.values())]
+        if core.phase is Phase.LOADING or uncovered:
+            if uncovered:
+                reason = f"stage {uncovered[0]} has no holder any more: {reason}"
+            self.gather_again(reason)
+            return
+        self._reissue(left, reason)
+
+    def reissue(self, reason: str) -> None:
+        """The same spans again: somebody may have missed messages."""
+        core = self._core
+        if core.phase is Phase.LOADING:
+            self.gather_again(reason)
+        else:
+            self._reissue(dict(core.state.spans), reason)
+
+    def _reissue(self, spans: dict[WorkerId, Span], reason: str) -> None:
+        core, state = self._core, self._core.state
+        core.desk.record(
+            PlanAdopted(
+                state.plan_version + 1,
+                state.stages,
+                tuple(sorted(spans.items())),
+                state.step,
+                state.attempt + 1,
+                reason,
+            )
+        )
+        core.desk.announce("plan", f"plan {state.plan_version}: step {state.step} begins again: {reason}")
+        for holder in core.holders:
+            core.desk.send(holder, self._assignment(holder, state.spans[holder.worker_id]))
+            core.desk.send(holder, StepRestarted(state.step, state.attempt, reason))
+        if core.phase is Phase.TRAINING:
+            core.stepping.open_ledger()
+        else:
+            core.finishing.begin()
+
+    def gather_again(self, reason: str) -> None:
+        core = self._core
+        core.desk.announce("gathering", reason)
+        for holder in core.holders:
+            if holder.leaving is None:
+                self._stand_by(holder, reason)
+        core.ledger = None
+        core.phase = Phase.GATHERING
+        self._because = reason
+        for member in list(core.members.values()):
+            member.ready = None
+            if member.leaving is not None:
+                core.membership.release(member)

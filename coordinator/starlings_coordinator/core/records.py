@@ -1,0 +1,149 @@
+"""What the coordinator writes down before it acts. State is a fold over these; the log is their JSON, one row each.
+
+A record is a fact in the past. In `sync` the samples of a step follow from the job's seed, so one record per
+committed step
+holds the whole ledger: leases of an open attempt need none, because a restart of the coordinator begins a new attempt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from starlings_protos.messages import Span, Stage, WorkerId
+
+RECORD_LIMIT_BYTES = 16 << 20
+
+
+class RecordError(ValueError):
+    """A row of the log that this version cannot read."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAdmitted:
+    """A life of a worker began. `incarnation` rises with every engine start and fences what earlier lives
+    still send.
+    """
+
+    worker_id: WorkerId
+    incarnation: int
+    device: str
+    kind: Literal["worker_admitted"] = "worker_admitted"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAdopted:
+    """Who holds what from now on. Training goes on with `step`, on weights of version `step`, as attempt `attempt`."""
+
+    plan_version: int
+    stages: tuple[Stage, ...]
+    spans: tuple[tuple[WorkerId, Span], ...]
+    step: int
+    attempt: int
+    reason: str
+    kind: Literal["plan_adopted"] = "plan_adopted"
+
+
+@dataclass(frozen=True, slots=True)
+class StepRetried:
+    step: int
+    attempt: int
+    reason: str
+    kind: Literal["step_retried"] = "step_retried"
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecorded:
+    """The commit. Written before any worker hears of it; the weights of version step + 1 exist from here on."""
+
+    step: int
+    attempt: int
+    loss: float
+    learning_rate: float
+    clip_factor: float
+    gradient_norm: float
+    tokens: int
+    # Samples in the gradient; the step has exactly `batch` of them, or something is wrong with the ledger.
+    samples: int
+    # Microbatches whose lease each worker held, and stage-microbatches that each worker computed.
+    credits: tuple[tuple[WorkerId, int], ...]
+    at_s: float
+    kind: Literal["step_recorded"] = "step_recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRecorded:
+    version: int
+    path: str
+    kind: Literal["checkpoint_recorded"] = "checkpoint_recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class StopRecorded:
+    """The owner asked for the orderly end."""
+
+    reason: str
+    kind: Literal["stop_recorded"] = "stop_recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRecorded:
+    version: int
+    loss: float
+    kind: Literal["evaluation_recorded"] = "evaluation_recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class TextRecorded:
+    """The held-out sample whose beginning was the prompt, and the tokens that the model continued it with."""
+
+    version: int
+    prompt_sample: int
+    tokens: tuple[int, ...]
+    kind: Literal["text_recorded"] = "text_recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class JobFinished:
+    """`done` for the orderly end, else the job failed and `reason` says why."""
+
+    version: int
+    done: bool
+    reason: str
+    exit_code: int
+    kind: Literal["job_finished"] = "job_finished"
+
+
+Record = (
+    WorkerAdmitted
+    | PlanAdopted
+    | StepRetried
+    | StepRecorded
+    | CheckpointRecorded
+    | StopRecorded
+    | EvaluationRecorded
+    | TextRecorded
+    | JobFinished
+)
+
+_ADAPTER: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
+
+
+def record_to_json(record: Record) -> bytes:
+    return _ADAPTER.dump_json(record)
+
+
+def record_from_json(data: bytes) -> Record:
+    """The inverse.
+
+    Raises:
+        RecordError: malformed, or of a later version.
+    """
+    if len(data) > RECORD_LIMIT_BYTES:
+        raise RecordError(f"a record of {len(data)} bytes is above the limit of {RECORD_LIMIT_BYTES}")
+    try:
+        return _ADAPTER.validate_json(data)
+    except ValidationError as error:
+        raise RecordError(f"unreadable record: {error.errors()[0]['msg']}") from None

@@ -1,0 +1,128 @@
+"""The durable state: a fold over records. Everything else that the core knows can be asked for again after
+a restart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from pydantic import TypeAdapter, ValidationError
+
+from starlings_coordinator.core.records import (
+    CheckpointRecorded,
+    EvaluationRecorded,
+    JobFinished,
+    PlanAdopted,
+    Record,
+    RecordError,
+    StepRecorded,
+    StepRetried,
+    StopRecorded,
+    TextRecorded,
+    WorkerAdmitted,
+)
+from starlings_protos.messages import LossPoint, Span, Stage, WorkerId
+
+SNAPSHOT_LIMIT_BYTES = 256 << 20
+# Points of the loss curve beyond this are thinned to every second one, so that a long job's snapshot stays small.
+LOSS_POINTS_LIMIT = 4096
+
+
+@dataclass(slots=True)
+class Durable:
+    """Changed by `fold` only."""
+
+    incarnations: dict[WorkerId, int] = field(default_factory=dict)
+    plan_version: int = 0
+    stages: tuple[Stage, ...] = ()
+    spans: dict[WorkerId, Span] = field(default_factory=dict)
+    # The step to train next = the version of the committed weights, and the highest attempt at it so far.
+    step: int = 0
+    attempt: int = 0
+    tokens: int = 0
+    samples_trained: int = 0
+    # Samples that a committed step should have had and had not: a defect if it is ever positive.
+    samples_lost: int = 0
+    worker_tokens: dict[WorkerId, int] = field(default_factory=dict)
+    loss_curve: list[LossPoint] = field(default_factory=list)
+    # Version 0 comes from `starlings prepare`.
+    checkpoints: dict[int, str] = field(default_factory=dict)
+    stop_reason: str = ""
+    validation_loss: float | None = None
+    validation_version: int = -1
+    text_version: int = -1
+    text_prompt_sample: int = 0
+    text_tokens: tuple[int, ...] = ()
+    finished: JobFinished | None = None
+
+    @property
+    def restart_version(self) -> int:
+        """The newest version that the keeper has: training can always begin again there."""
+        return max((version for version in self.checkpoints if version <= self.step), default=0)
+
+
+def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> None:
+    """Apply one record. Total: every record that was ever written is understood."""
+    match record:
+        case WorkerAdmitted():
+            state.incarnations[record.worker_id] = record.incarnation
+        case PlanAdopted():
+            if record.step < state.step:
+                _rewind(state, record.step, batch, tokens_per_sample)
+            state.plan_version = record.plan_version
+            state.stages = record.stages
+            state.spans = dict(record.spans)
+            state.step, state.attempt = record.step, record.attempt
+            state.finished = None
+        case StepRetried():
+            state.attempt = record.attempt
+        case StepRecorded():
+            state.step, state.attempt = record.step + 1, 0
+            state.tokens += record.tokens
+            state.samples_trained += record.samples
+            state.samples_lost += batch - record.samples
+            for worker_id, microbatch_tokens in record.credits:
+                state.worker_tokens[worker_id] = state.worker_tokens.get(worker_id, 0) + microbatch_tokens
+            state.loss_curve.append(LossPoint(record.step, state.tokens, record.loss, record.at_s))
+            if len(state.loss_curve) > LOSS_POINTS_LIMIT:
+                state.loss_curve = state.loss_curve[::2]
+        case CheckpointRecorded():
+            state.checkpoints[record.version] = record.path
+        case StopRecorded():
+            state.stop_reason = record.reason
+        case EvaluationRecorded():
+            state.validation_loss, state.validation_version = record.loss, record.version
+        case TextRecorded():
+            state.text_version, state.text_tokens = record.version, record.tokens
+            state.text_prompt_sample = record.prompt_sample
+        case JobFinished():
+            state.finished = record
+            state.stop_reason = ""
+        case _:
+            assert_never(record)
+
+
+def _rewind(state: Durable, step: int, batch: int, tokens_per_sample: int) -> None:
+    """Steps after `step` are lost with their weights; they will be trained again on the same samples."""
+    state.tokens = step * batch * tokens_per_sample
+    state.samples_trained = step * batch
+    state.loss_curve = [point for point in state.loss_curve if point.step < step]
+    state.checkpoints = {version: path for version, path in state.checkpoints.items() if version <= step}
+
+
+_SNAPSHOT: TypeAdapter[Durable] = TypeAdapter(Durable)
+
+
+def snapshot_to_json(state: Durable) -> bytes:
+    return _SNAPSHOT.dump_json(state)
+
+
+def snapshot_from_json(data: bytes) -> Durable:
+    """Raises RecordError when malformed."""
+    if len(data) > SNAPSHOT_LIMIT_BYTES:
+        raise RecordError(f"a snapshot of {len(data)} bytes is above the limit of {SNAPSHOT_LIMIT_BYTES}")
+    try:
+        return _SNAPSHOT.validate_json(data)
+    except ValidationError as error:
+        raise RecordError(f"unreadable snapshot: {error.errors()[0]['msg']}") from None

@@ -1,0 +1,73 @@
+"""What people see of the core: the status reply, made from the state on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from starlings_coordinator.core.members import Member
+from starlings_protos.messages import GossipPeer, Span, StatusReply, WorkerId, WorkerStatus
+
+if TYPE_CHECKING:
+    from starlings_coordinator.core.core import Core
+
+
+def gossip_peers(worker_id: WorkerId, span: Span, spans: Mapping[WorkerId, Span]) -> tuple[GossipPeer, ...]:
+    """Whom `worker_id` exchanges with: the other holders of each of its stages, with equal weights."""
+    peers = []
+    for stage in span.stages:
+        holders = sorted(w for w, other in spans.items() if stage in other)
+        peers += [GossipPeer(w, f"stage:{stage}", 1 / len(holders)) for w in holders if w != worker_id]
+    return tuple(peers)
+
+
+def worker_status(core: Core, member: Member, elapsed_s: float) -> WorkerStatus:
+    state, worker_id = core.state, member.worker_id
+    span = state.spans.get(worker_id) if core.plan_is_live else None
+    tokens = state.worker_tokens.get(worker_id, 0)
+    return WorkerStatus(
+        worker_id,
+        member.hello.device,
+        member.hello.device_class,
+        member.state.value,
+        member.reason,
+        span,
+        gossip_peers(worker_id, span, state.spans) if span is not None else (),
+        tokens,
+        core.rates.worker_tokens_per_s(worker_id),
+        dict(member.heartbeat.bytes_sent),
+        dict(member.heartbeat.seconds),
+        member.probe.memory_bytes if member.probe is not None else 0,
+        core.planned_memory_bytes.get(worker_id, 0),
+    )
+
+
+def status(core: Core, now_s: float) -> StatusReply:
+    """Everything that `starlings status` and the page show."""
+    state, job = core.state, core.config.job
+    elapsed_s = max(0.0, now_s - core.started_at_s)
+    touched = len(core.ledger.touched) * job.train.microbatch if core.ledger is not None else 0
+    return StatusReply(
+        job=job.job.name,
+        phase=core.phase.value,
+        waiting_for=core.waiting_words(),
+        step=state.step,
+        steps_total=job.steps_total,
+        tokens=state.tokens,
+        tokens_total=job.steps_total * job.tokens_per_step,
+        tokens_per_second=core.rates.tokens_per_s(),
+        loss=state.loss_curve[-1].loss if state.loss_curve else 0.0,
+        validation_loss=state.validation_loss or 0.0,
+        has_validation_loss=state.validation_loss is not None,
+        workers=tuple(worker_status(core, member, elapsed_s) for _, member in sorted(core.members.items())),
+        stages=state.stages,
+        plan_version=state.plan_version,
+        events=tuple(core.events),
+        loss_curve=tuple(state.loss_curve),
+        samples_leased=state.samples_trained + state.samples_lost + touched,
+        samples_trained=state.samples_trained,
+        samples_lost=state.samples_lost,
+        checkpoint=state.checkpoints[max(state.checkpoints)] if state.checkpoints else "",
+        elapsed_s=elapsed_s,
+        failure=state.finished.reason if state.finished is not None and not state.finished.done else "",
+    )
