@@ -24,6 +24,7 @@ from google.protobuf.message import Message
 from starlings_compression.errors import SpecError
 from starlings_compression.sizes import wire_bytes
 from starlings_protos import convert, data_pb2
+from starlings_protos.errors import RefusedError
 from starlings_protos.messages import ExchangeHeader, MicrobatchHeader, Refusal
 
 CHUNK_BYTES = 1 << 20
@@ -53,15 +54,14 @@ ITEM_BYTES: dict[int, int] = {
 Buffer = bytes | bytearray | memoryview
 
 
-class FrameError(Exception):
+class FrameError(RefusedError):
     """The other side sent a transfer that is malformed (lying header, short, long) or beyond a limit.
 
     `refusal` is what to answer: MALFORMED or LIMIT.
     """
 
     def __init__(self, message: str, refusal: Refusal = Refusal.MALFORMED) -> None:
-        super().__init__(message)
-        self.refusal = refusal
+        super().__init__(refusal, message)
 
 
 @dataclass(frozen=True, slots=True)
