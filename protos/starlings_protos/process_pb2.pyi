@@ -34,6 +34,7 @@ class ToEngine(_message.Message):
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     LINK_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___StartEngine: ...
     @_builtins.property
@@ -52,6 +53,10 @@ class ToEngine(_message.Message):
     def link(self) -> Global___ControlLink:
         """The control stream is up again or down."""
 
+    @_builtins.property
+    def drain(self) -> Global___Drain:
+        """Leave the job in order: no new work, what is in flight is finished."""
+
     def __init__(
         self,
         *,
@@ -60,12 +65,13 @@ class ToEngine(_message.Message):
         shutdown: Global___Shutdown | None = ...,
         certificate: Global___RenewedCertificate | None = ...,
         link: Global___ControlLink | None = ...,
+        drain: Global___Drain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "certificate", b"certificate", "control", b"control", "link", b"link", "shutdown", b"shutdown", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "certificate", b"certificate", "control", b"control", "drain", b"drain", "link", b"link", "shutdown", b"shutdown", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "certificate", b"certificate", "control", b"control", "link", b"link", "shutdown", b"shutdown", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "certificate", b"certificate", "control", b"control", "drain", b"drain", "link", b"link", "shutdown", b"shutdown", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start", "control", "shutdown", "certificate", "link"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start", "control", "shutdown", "certificate", "link", "drain"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -165,9 +171,32 @@ class Shutdown(_message.Message):
 Global___Shutdown: _TypeAlias = Shutdown  # noqa: Y015
 
 @_typing.final
-class RenewedCertificate(_message.Message):
+class Drain(_message.Message):
     """New connections use this certificate; open ones live on."""
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    WITHIN_S_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    within_s: _builtins.float
+    """The worker is gone after this long, whatever happens."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        within_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "within_s", b"within_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Drain: _TypeAlias = Drain  # noqa: Y015
+
+@_typing.final
+class RenewedCertificate(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
