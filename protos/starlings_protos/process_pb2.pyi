@@ -688,6 +688,7 @@ class ToKeeper(_message.Message):
     SAVE_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___StartKeeper: ...
     @_builtins.property
@@ -698,6 +699,10 @@ class ToKeeper(_message.Message):
     def assignment(self) -> _control_pb2.SignedAssignment:
         """Signed claim of the keeper, renewed."""
 
+    @_builtins.property
+    def certificate(self) -> Global___RenewedCertificate:
+        """Before the old one expires."""
+
     def __init__(
         self,
         *,
@@ -705,12 +710,13 @@ class ToKeeper(_message.Message):
         save: Global___SaveCheckpoint | None = ...,
         shutdown: Global___Shutdown | None = ...,
         assignment: _control_pb2.SignedAssignment | None = ...,
+        certificate: Global___RenewedCertificate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "body", b"body", "save", b"save", "shutdown", b"shutdown", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "body", b"body", "certificate", b"certificate", "save", b"save", "shutdown", b"shutdown", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "body", b"body", "save", b"save", "shutdown", b"shutdown", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "body", b"body", "certificate", b"certificate", "save", b"save", "shutdown", b"shutdown", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start", "save", "shutdown", "assignment"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start", "save", "shutdown", "assignment", "certificate"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -955,17 +961,21 @@ class CheckpointFailed(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    EXIT_CODE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     reason: _builtins.str
+    exit_code: _builtins.int
+    """Of the sheet of exit codes (9: the disk is full); 1 when the failure has none of its own."""
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         reason: _builtins.str = ...,
+        exit_code: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "reason", b"reason", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
