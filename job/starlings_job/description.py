@@ -132,9 +132,11 @@ class ModelDescription:
             raise JobFileError(f"{where} lacks family or config")
         if not isinstance(globs, list) or not all(isinstance(g, str) and len(g) <= 512 for g in globs):
             raise JobFileError(f"{where}: trainable must be a list of globs")
-        described = describe(family, config, where, trainable=tuple(globs))
         notes = record.get("notes", [])
-        return cls(described.family, described.config, described.trainable, tuple(map(str, notes)))
+        if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+            raise JobFileError(f"{where}: notes must be a list of texts")
+        described = describe(family, config, where, trainable=tuple(globs))
+        return cls(described.family, described.config, described.trainable, tuple(notes))
 
     @classmethod
     def from_json(cls, data: str | bytes) -> ModelDescription:
@@ -191,7 +193,10 @@ def describe_config_file(path: Path, *, untie: bool, trainable: tuple[str, ...])
         raise JobFileError(f"[model] {path}: not valid JSON") from None
     if not isinstance(raw, dict):
         raise JobFileError(f"[model] {path}: must hold a JSON object")
-    return describe(str(raw.get("model_type")), raw, str(path), untie=untie, trainable=trainable)
+    family = str(raw.get("model_type"))
+    if family == SEQUENTIAL:
+        raw.pop("model_type")
+    return describe(family, raw, str(path), untie=untie, trainable=trainable)
 
 
 def _checked_factory(config: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -89,8 +89,9 @@ class DataSection(Section):
     # "stdlib", "shapes", or globs of files, relative to the job file.
     source: tuple[str, ...] = ("stdlib",)
     format: Literal["text", "jsonl"] = "text"
-    # "bytes", or a directory with tokenizer.json, or the file itself.
-    tokenizer: str = "bytes"
+    # "bytes", or a directory with tokenizer.json, or the file itself; "auto" is the one in the model's own
+    # directory, or bytes where there is none.
+    tokenizer: str = "auto"
     # Tokens per sample; the preset's own when left out.
     sequence_length: int = Field(default=256, ge=1, le=1 << 20)
     # About how many samples are kept back for evaluation, taken from whole documents where possible.

@@ -83,7 +83,7 @@ class JobSpec(Section):
                 given = " and ".join(self.model.chosen) or "none of them"
                 raise ValueError(f"[model] needs exactly one of preset, config, from; it has {given}")
             preset = PRESETS.get(self.model.preset or "")
-            if (preset is not None and preset.family == "sequential") != (self.data.source == ("shapes",)):
+            if preset is not None and (preset.family == "sequential") != (self.data.source == ("shapes",)):
                 raise ValueError('[data] source "shapes" and [model] preset "shapes" belong together')
         return self
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from starlings_job.model.stage import Model, StageModule, build_stage, described
+from starlings_job.model.stage import Model, StageModule, build_stage, described, meta_tensors
 from starlings_job.profile import BlockProfile, Profile
 from starlings_job.records import IMAGES, DatasetMeta
 
@@ -23,13 +23,16 @@ def measure_profile(
     description = described(model)
     measured: dict[str, tuple[int, int, int, int, tuple[int, ...]]] = {}
     blocks = []
+    tensors = meta_tensors(description)
     shape: tuple[int, ...] = (1, *meta.image_shape) if meta.kind == IMAGES else (1, meta.sequence_length)
     for index, name in enumerate(description.blocks):
         kind = description.kind(name)
         if kind not in measured:
             measured[kind] = _measure(build_stage(description, index, index), shape)
         flops, activations, parameters, largest, shape = measured[kind]
-        trainable = _trainable_count(description.is_trainable, name, index, description)
+        trainable = sum(
+            tensor.numel() for inner, tensor in tensors[name].items() if description.is_trainable(name, inner)
+        )
         blocks.append(
             BlockProfile(
                 name=name,
@@ -45,21 +48,15 @@ def measure_profile(
         if progress is not None:
             progress((index + 1) / len(description.blocks))
     tied = description.tied_parameters()
+    tied_count = 0 if tied is None else tensors[tied[0][0]][tied[0][1]].numel()
     return Profile(
         blocks=tuple(blocks),
         family=description.family,
         sequence_length=meta.sequence_length,
         vocabulary_size=description.vocabulary_size,
         record_bytes=meta.record_bytes,
-        tied_count=0
-        if tied is None
-        else description.vocabulary_size * int(description.config[description.rules.width_key]),
+        tied_count=tied_count,
     )
-
-
-def _trainable_count(is_trainable: Callable[[str, str], bool], block: str, index: int, model: Model) -> int:
-    stage = StageModule(described(model), index, index)
-    return sum(p.numel() for n, p in stage.block_tensors()[block].items() if is_trainable(block, n))
 
 
 def _measure(stage: StageModule, shape: tuple[int, ...]) -> tuple[int, int, int, int, tuple[int, ...]]:

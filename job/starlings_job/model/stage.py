@@ -117,3 +117,9 @@ def build_stage(
 def tied_parameters(model: Model) -> tuple[tuple[str, str], tuple[str, str]] | None:
     """((first block, name), (last block, name)) of a parameter that both ends share, or None."""
     return described(model).tied_parameters()
+
+
+def meta_tensors(model: Model) -> dict[str, dict[str, nn.Parameter]]:
+    """Every parameter of the whole model on the meta device: names and shapes without memory."""
+    description = described(model)
+    return StageModule(description, 0, len(description.blocks) - 1).block_tensors()

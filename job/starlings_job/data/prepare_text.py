@@ -1,0 +1,124 @@
+"""Text to record files: find, split, tokenise, count."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from starlings_job.data.sources import (
+    Document,
+    SourceReader,
+    Split,
+    find_documents,
+    has_prompts,
+    limited,
+    split_documents,
+)
+from starlings_job.data.tokenizer import BYTES, Tokenizer
+from starlings_job.data.writer import EntropyCounter, TokenWriter
+from starlings_job.errors import NoDataMatched
+from starlings_job.records import TOKENS, DatasetMeta, token_bytes_for
+from starlings_job.sections import DataSection
+
+# Bytes of text per token that a subword tokenizer is taken to need when the held-out split is chosen.
+_BYTES_PER_TOKEN = 4
+
+
+def write_text(
+    directory: Path,
+    data: DataSection,
+    base: Path,
+    tokenizer: Tokenizer,
+    *,
+    vocabulary_size: int,
+    context_tokens: int,
+    seed: int,
+    progress: Callable[[float, str], None] | None = None,
+) -> DatasetMeta:
+    """Writes `tokens.bin`, `held_out.bin` (and masks) to `directory`.
+
+    Args:
+        base: what relative paths of the sources are relative to.
+        vocabulary_size: of the model; at least the tokenizer's.
+        progress: told the fraction of source bytes read, and what is being read.
+
+    Raises:
+        NoDataMatched: no text, or too little for one training and one held-out sample.
+        JobFileError: a malformed line of JSON.
+        OSError: the disk is full.
+    """
+    documents = find_documents(data.source, data.format, base)
+    if data.limit is not None:
+        documents = limited(documents, data.limit, seed)
+    length = data.sequence_length
+    per_token = 1 if tokenizer.kind == BYTES else _BYTES_PER_TOKEN
+    split = split_documents(documents, (data.held_out * length + 1) * per_token, seed)
+    masked = data.format == "jsonl" and has_prompts(documents)
+    token_bytes = token_bytes_for(vocabulary_size)
+    train = TokenWriter(
+        directory, "tokens.bin", "mask.bin", token_bytes=token_bytes, sequence_length=length, masked=masked
+    )
+    held = TokenWriter(
+        directory,
+        "held_out.bin",
+        "held_out_mask.bin",
+        token_bytes=token_bytes,
+        sequence_length=length,
+        masked=masked,
+    )
+    entropies = EntropyCounter()
+    reader = SourceReader(data.format)
+    total = sum(d.byte_count for d in documents)
+    # Tokens that whole held-out records use; more would be read by nobody.
+    room = data.held_out * (length + 1) if masked else data.held_out * length + 1
+    end = tokenizer.end_of_line if data.format == "jsonl" else tokenizer.end_of_file
+    with contextlib.ExitStack() as stack:
+        for opened in (reader, train, held):
+            stack.callback(opened.close)
+        for document, held_out in _parts(documents, split):
+            for piece in reader.pieces(document):
+                for tokens in (tokenizer.encode(piece.text), end if piece.ends else ()):
+                    if held_out:
+                        tokens = tokens[: max(0, room - held.token_count)]
+                        entropies.add(tokens)
+                    (held if held_out else train).add(tokens, piece.counts)
+                if progress is not None:
+                    progress(reader.byte_count / total, document.name)
+    if not train.records or not held.records:
+        needed = (length + 1) * per_token
+        raise NoDataMatched(
+            f"[data] source {', '.join(data.source)} has only {reader.byte_count} bytes: too little for one training "
+            f"and one held-out sample of {length} tokens (about {11 * needed} bytes); "
+            "give it more text or a smaller sequence_length"
+        )
+    byte_level = tokenizer.kind == BYTES
+    return DatasetMeta(
+        kind=TOKENS,
+        population=train.records,
+        held_out=held.records,
+        sequence_length=length,
+        vocabulary_size=vocabulary_size,
+        token_bytes=token_bytes,
+        masked=masked,
+        stride_tokens=length + 1 if masked else length,
+        context_tokens=context_tokens,
+        tokenizer=tokenizer.kind,
+        source_files=len(documents),
+        source_bytes=reader.byte_count,
+        source_sha256=reader.sha256,
+        unigram_entropy=entropies.unigram if byte_level else None,
+        bigram_entropy=entropies.bigram if byte_level else None,
+    )
+
+
+def _parts(documents: Sequence[Document], split: Split) -> Iterator[tuple[Document, bool]]:
+    """Documents in order with whether they are held out; the one that is cut comes in two parts."""
+    for index, document in enumerate(documents):
+        if index != split.tail_of:
+            yield document, index in split.held_out
+            continue
+        front = document.byte_count - split.tail_bytes
+        yield replace(document, byte_count=front), False
+        yield replace(document, offset=document.offset + front, byte_count=split.tail_bytes), True

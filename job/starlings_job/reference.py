@@ -1,0 +1,154 @@
+"""Plain single-process training on the very samples, batches and rates of a job: what a swarm must equal.
+
+Nothing of the swarm's machinery is used: the whole Hugging Face model, torch's own optimizers and clipping.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from starlings_job.checkpoint import read_block
+from starlings_job.data.batch import decode_records, loss_sum
+from starlings_job.description import ModelDescription
+from starlings_job.model.initial import split, whole_model
+from starlings_job.model.tensors import torch_tensor
+from starlings_job.prepared import load_prepared, weights_url
+from starlings_job.records import RecordStore
+from starlings_job.sampling import samples_of_step
+from starlings_job.schedule import learning_rate
+from starlings_job.sections import TrainSection
+from starlings_job.spec import JobSpec
+from starlings_job.state import PARAMETER
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceRun:
+    """losses: mean loss in nats per target of each step, before its update. state: parameters by (block, name)."""
+
+    losses: tuple[float, ...]
+    gradient_norms: tuple[float, ...]
+    state: dict[tuple[str, str], torch.Tensor]
+    seconds: float
+    tokens: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def train_reference(
+    job_dir: str | Path,
+    steps: int,
+    *,
+    device: str = "cpu",
+    on_step: Callable[[int, float], None] | None = None,
+) -> ReferenceRun:
+    """Trains `steps` steps from version 0.
+
+    Args:
+        job_dir: a prepared directory.
+        on_step: told of each step and its loss.
+    """
+    job = load_prepared(job_dir)
+    description = job.description
+    model = load_whole(job_dir, description).to(device).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = make_optimizer(trained, job.train)
+    losses, norms = [], []
+    begin = time.perf_counter()
+    with RecordStore(job_dir) as store:
+        for step in range(steps):
+            loss = accumulate(model, job, store, step, device)
+            norm = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+            if job.train.clip:
+                nn.utils.clip_grads_with_norm_(trained, job.train.clip, norm)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(job.train, step, job.steps_total)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss)
+            norms.append(float(norm))
+            if on_step is not None:
+                on_step(step, loss)
+    seconds = time.perf_counter() - begin
+    state = {
+        (block, name): tensor.detach().cpu()
+        for block, tensors in split(description, dict(model.state_dict()))
+        for name, tensor in tensors.items()
+    }
+    return ReferenceRun(tuple(losses), tuple(norms), state, seconds, steps * job.tokens_per_step)
+
+
+def load_whole(
+    job_dir: str | Path, description: ModelDescription, version_url: str | None = None
+) -> nn.Module:
+    """The whole model with version 0 of the weights; frozen parameters do not require a gradient."""
+    model = whole_model(description, seed=0)
+    parameters = dict(model.named_parameters())
+    url = version_url or weights_url(job_dir)
+    with torch.no_grad():
+        for block in description.blocks:
+            for name, raw in read_block(url, 0, block).items():
+                inner = name.removeprefix(PARAMETER)
+                full = description.hugging_face_name(block, inner)
+                # A tied output embedding is the input embedding itself.
+                if full in parameters:
+                    parameters[full].copy_(torch_tensor(raw))
+                    parameters[full].requires_grad_(description.is_trainable(block, inner))
+    return model
+
+
+def make_optimizer(parameters: list[nn.Parameter], train: TrainSection) -> torch.optim.Optimizer:
+    """torch's own optimizer with the job's settings; weight decay on tensors of two or more dimensions only."""
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=train.lr, momentum=train.momentum)
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=train.lr,
+        betas=(train.beta1, train.beta2),
+        eps=train.epsilon,
+    )
+
+
+def accumulate(model: nn.Module, job: JobSpec, store: RecordStore, step: int, device: str) -> float:
+    """Adds the mean gradient of a step's samples, microbatch by microbatch; returns the mean loss in nats."""
+    samples = samples_of_step(job.job.seed, store.population, step, job.train.batch)
+    denominator = store.target_count(samples)
+    total = 0.0
+    for begin in range(0, len(samples), job.train.microbatch):
+        ids = samples[begin : begin + job.train.microbatch]
+        batch = decode_records(store.read(ids), store.meta).to(device)
+        loss, _ = loss_sum(forward(model, batch.inputs), batch)
+        (loss / denominator).backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    return total / denominator
+
+
+def forward(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """Logits of a whole model, Hugging Face or Sequential."""
+    sequential = isinstance(model, nn.Sequential)
+    out = model(inputs) if sequential else model(inputs, use_cache=False).logits
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def evaluate(model: nn.Module, store: RecordStore, microbatch: int) -> float:
+    """Mean loss in nats over all held-out targets."""
+    total, targets = 0.0, 0
+    with torch.no_grad():
+        for begin in range(0, store.held_out_count, microbatch):
+            ids = range(begin, min(begin + microbatch, store.held_out_count))
+            batch = decode_records(store.read_held_out(ids), store.meta)
+            loss, count = loss_sum(forward(model, batch.inputs), batch)
+            total, targets = total + float(loss), targets + count
+    return total / targets
