@@ -256,6 +256,19 @@ class SignedAssignment:
 
 
 @dataclass(frozen=True, slots=True)
+class AssignmentClaim:
+    job: str
+    worker_id: WorkerId
+    incarnation: int
+    plan_version: int
+    # Absent for the keeper.
+    span: Span | None
+    not_before_s: float
+    expires_s: float
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
 class Assignment:
     plan_version: int
     stages: tuple[Stage, ...]
