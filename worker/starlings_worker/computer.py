@@ -72,7 +72,7 @@ class Computer:
         self._job = job
         self._dataset = job.dataset
         self._description = job.description
-        self._device = device
+        self.device = device
         self._throttle = throttle
         self._meters = meters
         self.pipeline_codec = make_codec(job.pipeline.codec)
@@ -89,7 +89,7 @@ class Computer:
         self.held = self._runner = self.exchange = None
         self.microbatches.clear()
         self.snapshots.clear()
-        self._device.free_cache()
+        self.device.free_cache()
 
     def prepare(self, load: Load) -> HeldSpan:
         """Builds the span of a new assignment with empty weights, for the loader to fill."""
@@ -97,7 +97,7 @@ class Computer:
         assignment = load.assignment
 
         def build(first_block: int, last_block: int) -> StageModule:
-            return build_stage(self._description, first_block, last_block, self._device.torch)
+            return build_stage(self._description, first_block, last_block, self.device.torch)
 
         held = HeldSpan(
             self._description,
@@ -105,7 +105,7 @@ class Computer:
             assignment.span,
             build,
             make_optimizer(self._job),
-            self._device.torch,
+            self.device.torch,
         )
         held.version = assignment.version
         return held
@@ -113,7 +113,7 @@ class Computer:
     def install(self, held: HeldSpan, load: Load) -> dict[str, str]:
         """The filled span takes effect; returns the digests of its blocks."""
         self.held = held
-        self._runner = Runner(held, loss_sum, recompute=load.assignment.recompute, bf16=self._device.bf16)
+        self._runner = Runner(held, loss_sum, recompute=load.assignment.recompute, bf16=self.device.bf16)
         self.exchange = ExchangeBuffers(self._worker_id, self._job.exchange.codec, held.vectors)
         return held.block_digests()
 
@@ -165,7 +165,7 @@ class Computer:
         try:
             return compute()
         except torch.OutOfMemoryError as error:
-            self._device.free_cache()
+            self.device.free_cache()
             return ComputeFailed(key, f"out of memory: {str(error).splitlines()[0]}")
         except EngineFault as error:
             return ComputeFailed(key, str(error))
@@ -178,7 +178,7 @@ class Computer:
         kept = self._kept(effect.key)
         with self._throttle.block():
             run = self._run_forward(effect, kept)
-            self._device.synchronise()
+            self.device.synchronise()
         seconds = time.monotonic() - begin
         self._meters.spent("compute", seconds)
         if run.output is not None:
@@ -196,13 +196,13 @@ class Computer:
         ends = effect.last_stage == self._span().stage_count - 1
         batch: Batch | None = None
         if not generate and (effect.first_stage == 0 or ends):
-            batch = decode_records(self._records(kept), self._dataset).to(self._device.torch)
+            batch = decode_records(self._records(kept), self._dataset).to(self.device.torch)
         if effect.first_stage > 0:
             if kept.boundary is None:
                 raise EngineFault("the microbatch's boundary input is not here")
             value = kept.boundary
         elif generate:
-            value = decode_prompt(self._records(kept), self._dataset).to(self._device.torch)
+            value = decode_prompt(self._records(kept), self._dataset).to(self.device.torch)
         else:
             assert batch is not None
             value = batch.inputs
@@ -223,7 +223,7 @@ class Computer:
             raise EngineFault("the microbatch has no forward pass to go back through")
         with self._throttle.block():
             gradient = self._runner.backward(kept.run, kept.output_gradient)
-            self._device.synchronise()
+            self.device.synchronise()
         seconds = time.monotonic() - begin
         self._meters.spent("compute", seconds)
         if gradient is not None:
@@ -272,7 +272,7 @@ class Computer:
         with self._meters.timing("compute"), self._throttle.block(), torch.no_grad():
             self._span().apply_step(effect.step, effect.learning_rate, effect.clip_factor)
             self._buffers().commit(effect.step)
-            self._device.synchronise()
+            self.device.synchronise()
         if effect.snapshot:
             self.snapshots.take(self._span())
         return StepApplied(effect.step)

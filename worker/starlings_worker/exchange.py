@@ -85,10 +85,10 @@ class ExchangeBuffers:
         begin, end = opened.bounds[header.part]
         return self._codec_of(opened).spec.text, end - begin, data
 
-    def codec_for(self, header: ExchangeHeader) -> Codec:
-        """The codec in which a part of this header travels, as far as is known yet."""
-        opened = self._open.get((header.step, header.attempt, header.group))
-        return self._codec if opened is None else self._codec_of(opened)
+    @property
+    def largest_vector(self) -> int:
+        """Elements of the largest vector that any group could exchange."""
+        return max(map(self.vector_size, self._vectors), default=0)
 
     def vector_size(self, group: str) -> int:
         """Elements of the largest vector that the group could exchange (that of its whole state); 0 when not

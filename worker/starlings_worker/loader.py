@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from starlings_job.profile import Profile
@@ -13,8 +14,11 @@ from starlings_worker.computer import Computer
 from starlings_worker.core.effects import Load
 from starlings_worker.core.events import LoadFailed, SpanLoaded
 from starlings_worker.errors import EngineFault
+from starlings_worker.stage import HeldSpan
 
 T = TypeVar("T")
+# Names, shapes and hashes travel beside the tensors' bytes that the profile counts.
+_HEADER_ALLOWANCE_BYTES = 1 << 20
 
 
 class StateSource(Protocol):
@@ -25,72 +29,58 @@ class StateSource(Protocol):
     ) -> AsyncIterator[data_pb2.Frame]: ...
 
 
-# Runs a function on the compute thread.
-OnDevice = Callable[[Callable[[], T]], Awaitable[T]]
+class OnDevice(Protocol):
+    """Runs a function on the compute thread."""
+
+    async def __call__(self, work: Callable[[], T]) -> T: ...
 
 
-async def load_span(
-    load: Load,
-    computer: Computer,
-    source: StateSource,
-    profile: Profile,
-    on_device: Callable[[Callable[[], object]], Awaitable[object]],
-    log: Callable[[str, str], None],
-) -> SpanLoaded | LoadFailed:
+@dataclass(frozen=True, slots=True)
+class Loader:
     """Fetches one block after another, so that never more than one is held twice.
 
     The keeper is asked first, then the other donors in the assignment's order; a broken transfer goes on at
     the byte where it ended, with another donor if need be.
     """
-    assignment = load.assignment
-    try:
-        digests = await _load(assignment, load, computer, source, profile, on_device, log)
-    except (StateTransferError, EngineFault, MemoryError) as error:
-        await on_device(computer.drop)
-        return LoadFailed(assignment.plan_version, str(error) or "out of memory")
-    except RuntimeError as error:
-        # torch.OutOfMemoryError is a RuntimeError; so is an allocation that fails on a CPU.
-        await on_device(computer.drop)
-        return LoadFailed(assignment.plan_version, str(error).splitlines()[0])
-    return SpanLoaded(assignment.plan_version, assignment.version, digests)
 
+    computer: Computer
+    source: StateSource
+    profile: Profile
+    on_device: OnDevice
+    log: Callable[[str, str], None]
 
-async def _load(
-    assignment: Assignment,
-    load: Load,
-    computer: Computer,
-    source: StateSource,
-    profile: Profile,
-    on_device: Callable[[Callable[[], object]], Awaitable[object]],
-    log: Callable[[str, str], None],
-) -> dict[str, str]:
-    from starlings_worker.stage import HeldSpan
+    async def load(self, effect: Load) -> SpanLoaded | LoadFailed:
+        assignment = effect.assignment
+        try:
+            held = await self.on_device(lambda: self.computer.prepare(effect))
+            donors = self._donors(assignment)
+            for block in held.blocks:
+                await self._load_block(held, block, assignment.version, donors)
+            digests = await self.on_device(lambda: self.computer.install(held, effect))
+        except (StateTransferError, EngineFault, MemoryError, RuntimeError) as error:
+            # torch.OutOfMemoryError is a RuntimeError; so is an allocation that fails on a CPU.
+            await self.on_device(self.computer.drop)
+            lines = str(error).splitlines()
+            return LoadFailed(assignment.plan_version, lines[0] if lines else type(error).__name__)
+        return SpanLoaded(assignment.plan_version, assignment.version, digests)
 
-    held = await on_device(lambda: computer.prepare(load))
-    assert isinstance(held, HeldSpan)
-    donors = donors_of(assignment, source)
-    for block in held.blocks:
+    async def _load_block(
+        self, held: HeldSpan, block: str, version: int, donors: dict[str, OpenTransfer]
+    ) -> None:
         tensors = await fetch_block(
             donors,
-            version=assignment.version,
+            version=version,
             block=block,
-            optimizer=assignment.version > 0,
-            limit_bytes=profile.block_limit_bytes() + (1 << 20),
-            on_failure=lambda donor, error: log("warning", f"fetching {block} from {donor}: {error}"),
+            optimizer=version > 0,
+            limit_bytes=self.profile.block_limit_bytes() + _HEADER_ALLOWANCE_BYTES,
+            on_failure=lambda donor, error: self.log("warning", f"fetching {block} from {donor}: {error}"),
         )
-        await on_device(lambda: held.load_block(block, tensors, assignment.version))
-        del tensors
-    digests = await on_device(lambda: computer.install(held, load))
-    assert isinstance(digests, dict)
-    return digests
+        await self.on_device(lambda: held.load_block(block, tensors, version))
 
+    def _donors(self, assignment: Assignment) -> dict[str, OpenTransfer]:
+        """How to call each donor, the keeper first."""
+        ids = sorted((peer.worker_id for peer in assignment.donors), key=lambda i: i != KEEPER)
+        return {worker_id: self._opener(worker_id) for worker_id in ids}
 
-def donors_of(assignment: Assignment, source: StateSource) -> dict[str, OpenTransfer]:
-    """How to call each donor, the keeper first."""
-    ids = [peer.worker_id for peer in assignment.donors]
-    ids.sort(key=lambda worker_id: worker_id != KEEPER)
-    return {worker_id: _opener(source, worker_id) for worker_id in ids}
-
-
-def _opener(source: StateSource, donor: WorkerId) -> OpenTransfer:
-    return lambda request: source.fetch_state(donor, request)
+    def _opener(self, donor: WorkerId) -> OpenTransfer:
+        return lambda request: self.source.fetch_state(donor, request)

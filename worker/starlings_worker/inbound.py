@@ -1,0 +1,358 @@
+"""The data plane's servicer: who calls, may they, is there room; then the body, decoded and kept; then the
+core is told.
+
+A transfer's header is judged by the core (`WorkerCore.admit`) before its body is read. From an admission on,
+exactly one of "arrived" and "aborted" reaches the core, whatever happens to the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from math import prod
+from typing import Any, NoReturn
+
+import grpc.aio
+import torch
+
+from starlings_compression.errors import CodecError
+from starlings_protos import convert, data_pb2, data_pb2_grpc, frames
+from starlings_protos.assignments import CoordinatorClock, assignment_from_metadata, verify_assignment
+from starlings_protos.errors import RefusedError, abort
+from starlings_protos.frames import FrameError
+from starlings_protos.messages import (
+    ExchangeHeader,
+    MicrobatchHeader,
+    Receipt,
+    Refusal,
+    WorkerId,
+)
+from starlings_protos.peers import peer_identity
+from starlings_protos.state_transfer import ServedBlock, state_frames
+from starlings_worker import wire
+from starlings_worker.core.admission import Admission, Duplicate, Rejection
+from starlings_worker.core.events import (
+    ArrivalAborted,
+    Direction,
+    Event,
+    Leg,
+    MicrobatchArrived,
+    PartAborted,
+    PartArrived,
+)
+from starlings_worker.engine_life import Life
+from starlings_worker.kept import Kept
+from starlings_worker.links import STALL_S
+from starlings_worker.meters import Meters
+from starlings_worker.snapshots import NotHeld
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_Frames = AsyncIterator[data_pb2.Frame]
+# Bodies above this are decoded on another thread, so that the loop goes on meanwhile.
+_DECODE_INLINE_BYTES = 512 << 10
+# What one peer may have under way at once, as a multiple of the job's largest transfer.
+_IN_FLIGHT_TRANSFERS = 8
+_BLOCKS_PER_REQUEST = 4096
+
+
+class DataService(data_pb2_grpc.DataServicer):
+    """One per engine process; serves whatever life there is."""
+
+    def __init__(self, meters: Meters, stall_s: float = STALL_S) -> None:
+        self._meters = meters
+        self._stall_s = stall_s
+        self._life: Life | None = None
+        self._clock = CoordinatorClock(0.0)
+        self._in_flight: Counter[WorkerId] = Counter()
+        # The newest incarnation of each worker that showed itself or was named by a plan: older ones are
+        # fenced.
+        self._incarnations: dict[WorkerId, int] = {}
+
+    def serve(self, life: Life, clock: CoordinatorClock) -> None:
+        """A new life: what was known of peers is forgotten."""
+        self._life = life
+        self._clock = clock
+        self._incarnations.clear()
+
+    def set_clock(self, clock: CoordinatorClock) -> None:
+        self._clock = clock
+
+    # ---------------------------------------------------------------- the rpcs
+
+    async def Forward(self, request_iterator: _Frames, context: Context) -> data_pb2.Receipt:
+        return await self._microbatch(Direction.FORWARD, request_iterator, context)
+
+    async def Backward(self, request_iterator: _Frames, context: Context) -> data_pb2.Receipt:
+        return await self._microbatch(Direction.BACKWARD, request_iterator, context)
+
+    async def Contribute(self, request_iterator: _Frames, context: Context) -> data_pb2.Receipt:
+        return await self._part(Leg.CONTRIBUTION, request_iterator, context)
+
+    async def Aggregate(self, request_iterator: _Frames, context: Context) -> data_pb2.Receipt:
+        return await self._part(Leg.AGGREGATE, request_iterator, context)
+
+    async def FetchState(
+        self, request: data_pb2.StateRequest, context: Context
+    ) -> AsyncIterator[data_pb2.Frame]:
+        """Answered from a snapshot only, never from weights that a step may change meanwhile."""
+        try:
+            life, _ = self._caller(context)
+            if len(request.blocks) > _BLOCKS_PER_REQUEST:
+                raise RefusedError(Refusal.LIMIT, f"{len(request.blocks)} blocks in one request")
+            blocks = life.computer.snapshots.serve(
+                request.version, request.blocks, optimizer=request.optimizer
+            )
+        except NotHeld as error:
+            await abort(context, Refusal.NOT_HELD, str(error))
+        except RefusedError as error:
+            await abort(context, error.refusal, str(error))
+        await asyncio.to_thread(_hash_all, blocks)
+        for frame in state_frames(blocks, request.offset):
+            yield frame
+            self._meters.sent("state", frame.ByteSize())
+
+    # ---------------------------------------------------------------- microbatches
+
+    async def _microbatch(
+        self, direction: Direction, incoming: _Frames, context: Context
+    ) -> data_pb2.Receipt:
+        try:
+            life, sender = self._caller(context)
+            source = _Timed(incoming, self._stall_s)
+            header = await frames.read_header(
+                source, limit_bytes=2 * self._limit_bytes(life), subject_limits=frames.MICROBATCH
+            )
+            subject = frames.subject_of(header)
+            assert isinstance(subject, MicrobatchHeader)
+            _check_microbatch(direction, header, life)
+            answer = self._with_room(
+                sender, header, life, lambda: life.core.admit(direction, subject, sender, life.now_s)
+            )
+        except (RefusedError, FrameError, TimeoutError) as error:
+            await _refuse(context, error)
+        if not isinstance(answer, Receipt):
+            return await _settled(answer, context)
+
+        def aborted(reason: str) -> Event:
+            return ArrivalAborted(direction, subject, sender, reason)
+
+        def keep(tensors: dict[str, _Body]) -> None:
+            kept = life.computer.microbatches.entry(subject.key)
+            _keep_microbatch(direction, kept, tensors)
+
+        await self._take(life, sender, header, source, context, keep, aborted)
+        life.deliver(MicrobatchArrived(direction, subject, sender))
+        return convert.to_proto(answer, data_pb2.Receipt())  # type: ignore[return-value]
+
+    # ---------------------------------------------------------------- exchange
+
+    async def _part(self, leg: Leg, incoming: _Frames, context: Context) -> data_pb2.Receipt:
+        try:
+            life, sender = self._caller(context)
+            source = _Timed(incoming, self._stall_s)
+            exchange = life.computer.exchange
+            if exchange is None:
+                raise RefusedError(Refusal.NOT_HELD, "no span is loaded here yet")
+            header = await frames.read_header(
+                source,
+                limit_bytes=max(4 * exchange.largest_vector, self._limit_bytes(life)),
+                subject_limits=frames.EXCHANGE,
+            )
+            subject = frames.subject_of(header)
+            assert isinstance(subject, ExchangeHeader)
+            _check_part(header, subject, life)
+            answer = self._with_room(
+                sender, header, life, lambda: life.core.admit_part(leg, subject, sender, life.now_s)
+            )
+        except (RefusedError, FrameError, TimeoutError) as error:
+            await _refuse(context, error)
+        if not isinstance(answer, Receipt):
+            return await _settled(answer, context)
+
+        def aborted(reason: str) -> Event:
+            return PartAborted(leg, subject, sender, reason)
+
+        def keep(tensors: dict[str, _Body]) -> None:
+            held = life.computer.exchange
+            if held is not None:
+                held.keep(leg, subject, sender, tensors["part"].data)
+
+        await self._take(life, sender, header, source, context, keep, aborted)
+        life.deliver(PartArrived(leg, subject, sender))
+        return convert.to_proto(answer, data_pb2.Receipt())  # type: ignore[return-value]
+
+    # ---------------------------------------------------------------- shared steps
+
+    def _caller(self, context: Context) -> tuple[Life, WorkerId]:
+        """The life that serves, and who calls, with a valid assignment.
+
+        Raises:
+            RefusedError: nobody is served yet, or not this caller.
+        """
+        life = self._life
+        if life is None or life.closed:
+            raise RefusedError(Refusal.NOT_HELD, "this worker has not been welcomed by the coordinator yet")
+        peer = peer_identity(context)
+        metadata = [(str(key), value) for key, value in context.invocation_metadata() or ()]
+        claim = verify_assignment(
+            life.welcome.assignment_key_der,
+            assignment_from_metadata(metadata),
+            worker_id=peer.id,
+            job=life.job.job.name,
+            now_wall_s=self._clock.wall_s(life.now_s),
+        )
+        worker_id = WorkerId(peer.id)
+        newest = max(self._incarnations.get(worker_id, 0), life.links.incarnation_of(worker_id))
+        if claim.incarnation < newest:
+            raise RefusedError(
+                Refusal.ASSIGNMENT,
+                f"{worker_id} lives its life {newest}; this assignment is of {claim.incarnation}",
+            )
+        self._incarnations[worker_id] = claim.incarnation
+        return life, worker_id
+
+    def _limit_bytes(self, life: Life) -> int:
+        assignment = life.core.assignment
+        if assignment is None:
+            raise RefusedError(Refusal.NOT_HELD, "this worker holds nothing at present")
+        return assignment.tensor_limit_bytes
+
+    def _with_room(
+        self, sender: WorkerId, header: data_pb2.Header, life: Life, admit: Callable[[], Admission]
+    ) -> Admission:
+        """The core's answer, unless the sender has too much under way already."""
+        limit = _IN_FLIGHT_TRANSFERS * max(2 * self._limit_bytes(life), header.total_bytes)
+        if self._in_flight[sender] + header.total_bytes > limit:
+            raise RefusedError(Refusal.BUSY, f"{sender} has {self._in_flight[sender]} bytes under way here")
+        return admit()
+
+    async def _take(
+        self,
+        life: Life,
+        sender: WorkerId,
+        header: data_pb2.Header,
+        source: _Timed,
+        context: Context,
+        keep: Callable[[dict[str, _Body]], None],
+        aborted: Callable[[str], Event],
+    ) -> None:
+        """Reads, decodes and keeps an admitted transfer's body; tells the core when that fails."""
+        self._in_flight[sender] += header.total_bytes
+        try:
+            buffers = await frames.read_body(header, source)
+            if header.total_bytes > _DECODE_INLINE_BYTES:
+                tensors = await asyncio.to_thread(_decode_all, header, buffers, life)
+            else:
+                tensors = _decode_all(header, buffers, life)
+            keep(tensors)
+        except (FrameError, CodecError, TimeoutError) as error:
+            life.deliver(aborted(str(error) or "nothing came for too long"))
+            await _refuse(context, error)
+        except BaseException as error:
+            # A cancelled call: the sender gave up, or died.
+            life.deliver(aborted(f"the transfer broke off ({type(error).__name__})"))
+            raise
+        finally:
+            self._in_flight[sender] -= header.total_bytes
+            if self._in_flight[sender] <= 0:
+                del self._in_flight[sender]
+
+
+class _Timed:
+    """Frames, each of which must come within a time: a frozen sender must not keep a reserved slot."""
+
+    def __init__(self, source: _Frames, stall_s: float) -> None:
+        self._source = source.__aiter__()
+        self._stall_s = stall_s
+
+    def __aiter__(self) -> _Timed:
+        return self
+
+    async def __anext__(self) -> data_pb2.Frame:
+        async with asyncio.timeout(self._stall_s):
+            return await self._source.__anext__()
+
+
+class _Body:
+    """One tensor of a transfer: its bytes, and what they decode to where that is wanted at once."""
+
+    def __init__(self, data: memoryview, tensor: torch.Tensor | None) -> None:
+        self.data = data
+        self.tensor = tensor
+
+
+# Names of the tensors that each call carries. Boundary tensors travel in the pipeline's codec.
+_CARRIED = {Direction.FORWARD: {"records", "hidden"}, Direction.BACKWARD: {"gradient"}}
+
+
+def _check_microbatch(direction: Direction, header: data_pb2.Header, life: Life) -> None:
+    if {tensor.name for tensor in header.tensors} != _CARRIED[direction]:
+        raise FrameError(f"a {direction.value} transfer must carry {sorted(_CARRIED[direction])}")
+    codec = life.computer.pipeline_codec.spec.text
+    for tensor in header.tensors:
+        if tensor.name == "records":
+            good = tensor.data_type == data_pb2.DATA_TYPE_UINT8 and tensor.codec == frames.RAW_CODEC
+        else:
+            good = tensor.data_type == data_pb2.DATA_TYPE_FLOAT32 and tensor.codec == codec
+        if not good:
+            raise FrameError(f"tensor {tensor.name!r} has the wrong type, or another codec than {codec}")
+
+
+def _check_part(header: data_pb2.Header, subject: ExchangeHeader, life: Life) -> None:
+    exchange = life.computer.exchange
+    size = exchange.vector_size(subject.group) if exchange is not None else 0
+    if len(header.tensors) != 1 or header.tensors[0].name != "part":
+        raise FrameError("an exchange transfer must carry one tensor, 'part'")
+    (tensor,) = header.tensors
+    if tensor.data_type != data_pb2.DATA_TYPE_FLOAT32 or len(tensor.shape) != 1:
+        raise FrameError("a part must be a vector of float32")
+    if tensor.codec not in (life.job.exchange.codec, frames.RAW_CODEC):
+        raise FrameError(f"parts travel as {life.job.exchange.codec}")
+    if prod(tensor.shape) > size:
+        raise FrameError(
+            f"a part of {prod(tensor.shape)} elements of group {subject.group[:80]}, which has {size} here",
+            Refusal.LIMIT,
+        )
+
+
+def _decode_all(header: data_pb2.Header, buffers: list[memoryview], life: Life) -> dict[str, _Body]:
+    """Boundary tensors are decoded now, so that a malformed one is the sender's failure, not a later
+    computation's.
+    """
+    bodies = {}
+    for tensor, data in zip(header.tensors, buffers, strict=True):
+        decoded = None
+        if tensor.name in ("hidden", "gradient"):
+            decoded = wire.decode(
+                life.computer.pipeline_codec, data, tuple(tensor.shape), life.computer.device.torch
+            )
+        bodies[tensor.name] = _Body(data, decoded)
+    return bodies
+
+
+def _keep_microbatch(direction: Direction, kept: Kept, tensors: dict[str, _Body]) -> None:
+    if direction is Direction.FORWARD:
+        kept.records = tensors["records"].data
+        kept.boundary = tensors["hidden"].tensor
+    else:
+        kept.output_gradient = tensors["gradient"].tensor
+
+
+async def _settled(answer: Duplicate | Rejection, context: Context) -> data_pb2.Receipt:
+    if isinstance(answer, Rejection):
+        await abort(context, answer.refusal, answer.message)
+    return convert.to_proto(answer.receipt, data_pb2.Receipt())  # type: ignore[return-value]
+
+
+async def _refuse(context: Context, error: Exception) -> NoReturn:
+    if isinstance(error, RefusedError | FrameError):
+        await abort(context, error.refusal, str(error))
+    if isinstance(error, TimeoutError):
+        await abort(context, Refusal.LIMIT, "the transfer stood still for too long")
+    await abort(context, Refusal.MALFORMED, str(error))
+
+
+def _hash_all(blocks: Sequence[ServedBlock]) -> None:
+    for block in blocks:
+        block.header()

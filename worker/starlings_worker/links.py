@@ -1,0 +1,262 @@
+"""Connections to peers and donors: the only way in which anything of this worker opens a channel to another.
+
+One channel per peer. Addresses are hints, tried in order; the certificate decides, so a changed address or a
+relay changes nothing for callers. A failed push says whether the receiver certainly did not take it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from starlings_protos import channels, convert, data_pb2, data_pb2_grpc, frames
+from starlings_protos.assignments import assignment_metadata
+from starlings_protos.errors import refused_error
+from starlings_protos.identity import Identity
+from starlings_protos.messages import Peer, Receipt, Refusal, SignedAssignment, WorkerId
+from starlings_worker.meters import Meters
+
+T = TypeVar("T")
+# A connection (TCP and TLS) that takes longer is given up; the next address is tried.
+CONNECT_S = 5.0
+# A transfer in which nothing moves for this long is broken off: the peer is frozen, or the way to it is.
+STALL_S = 10.0
+# Statuses with which a server says no before it looked at a body.
+_NEVER_TAKEN = frozenset(
+    {
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+    }
+)
+
+
+class PushError(Exception):
+    """A push failed. `certain`: the receiver surely did not take it; then `refusal` says how it refused, if
+    it did.
+    """
+
+    def __init__(self, reason: str, *, certain: bool, refusal: Refusal = Refusal.UNSPECIFIED) -> None:
+        super().__init__(reason)
+        self.certain = certain
+        self.refusal = refusal
+
+
+class Link:
+    """An open connection to one peer."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+        self.channel = channel
+        self.address = address
+        self.stub = data_pb2_grpc.DataStub(channel)
+
+    @property
+    def usable(self) -> bool:
+        return self.channel.get_state() is grpc.ChannelConnectivity.READY
+
+
+class Links:
+    """Channels by worker id, opened when first needed."""
+
+    def __init__(self, identity: Identity, meters: Meters, stall_s: float = STALL_S) -> None:
+        self._identity = identity
+        self._meters = meters
+        self._stall_s = stall_s
+        self._peers: dict[WorkerId, Peer] = {}
+        self._links: dict[WorkerId, Link] = {}
+        self._locks: dict[WorkerId, asyncio.Lock] = {}
+        self._metadata: tuple[tuple[str, bytes], ...] = ()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    # ---------------------------------------------------------------- who and where
+
+    def update(self, peers: Iterable[Peer]) -> None:
+        """The peers and donors of a new plan; links to all others are closed."""
+        self._peers = {peer.worker_id: peer for peer in peers}
+        for worker_id, link in list(self._links.items()):
+            if link.address not in self._addresses(worker_id):
+                self._drop(worker_id)
+        self._locks = {w: lock for w, lock in self._locks.items() if w in self._peers or lock.locked()}
+
+    def incarnation_of(self, worker_id: WorkerId) -> int:
+        """The life of that worker that the plan knows; 0 when it is not in the plan."""
+        peer = self._peers.get(worker_id)
+        return peer.incarnation if peer is not None else 0
+
+    def _addresses(self, worker_id: WorkerId) -> tuple[str, ...]:
+        peer = self._peers.get(worker_id)
+        return peer.addresses if peer is not None else ()
+
+    def set_assignment(self, signed: SignedAssignment) -> None:
+        """What every call shows from now on."""
+        self._metadata = assignment_metadata(signed)
+
+    def set_identity(self, identity: Identity) -> None:
+        """A renewed certificate: for connections opened from now on."""
+        self._identity = identity
+
+    async def close(self) -> None:
+        for worker_id in list(self._links):
+            self._drop(worker_id)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _drop(self, worker_id: WorkerId) -> None:
+        link = self._links.pop(worker_id, None)
+        if link is not None:
+            task = asyncio.get_running_loop().create_task(link.channel.close(grace=0.5))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    # ---------------------------------------------------------------- connecting
+
+    async def connect(self, worker_id: WorkerId) -> Link:
+        """The open connection to a worker, or to "keeper".
+
+        Raises:
+            PushError: certain; no address is known, or none answers.
+        """
+        link = self._links.get(worker_id)
+        if link is not None and link.usable:
+            return link
+        async with self._locks.setdefault(worker_id, asyncio.Lock()):
+            link = self._links.get(worker_id)
+            if link is not None and link.usable:
+                return link
+            self._drop(worker_id)
+            failures = []
+            for address in self._addresses(worker_id):
+                try:
+                    channel = channels.peer_channel(address, worker_id, self._identity)
+                except ValueError as error:
+                    failures.append(f"{address}: {error}")
+                    continue
+                try:
+                    async with asyncio.timeout(CONNECT_S):
+                        await _ready(channel)
+                except (ConnectionError, TimeoutError) as error:
+                    failures.append(f"{address}: {str(error) or f'no answer within {CONNECT_S:.0f} s'}")
+                    await channel.close()
+                    continue
+                except BaseException:
+                    await channel.close()
+                    raise
+                self._links[worker_id] = link = Link(channel, address)
+                return link
+            reason = "; ".join(failures) or "no address is known"
+            raise PushError(f"no connection to {worker_id}: {reason}", certain=True)
+
+    # ---------------------------------------------------------------- pushes
+
+    async def push(
+        self,
+        to: WorkerId,
+        method: str,
+        header: data_pb2.Header,
+        buffers: Sequence[frames.Buffer],
+        *,
+        kind: str,
+    ) -> Receipt:
+        """One transfer to a peer: `method` is "Forward", "Backward", "Contribute" or "Aggregate".
+
+        Args:
+            kind: under which the bytes are counted.
+
+        Raises:
+            PushError: it failed.
+        """
+        link = await self.connect(to)
+        call: grpc.aio.StreamUnaryCall[data_pb2.Frame, object] = getattr(link.stub, method)(
+            metadata=self._metadata
+        )
+        sent_bytes = 0
+        try:
+            with self._meters.timing("send"):
+                for frame in frames.write_transfer(header, buffers):
+                    if call.done():
+                        break
+                    async with asyncio.timeout(self._stall_s):
+                        await call.write(frame)
+                    sent_bytes += frame.ByteSize()
+                if not call.done():
+                    await call.done_writing()
+                async with asyncio.timeout(self._stall_s):
+                    receipt = await call
+        except TimeoutError:
+            raise PushError(
+                f"{to} did not take or answer a transfer for {self._stall_s:.0f} s", certain=False
+            ) from None
+        except asyncio.InvalidStateError:
+            # The server ended the call while we wrote: it says why, or it had the transfer before.
+            return await self._early_answer(call, to)
+        except grpc.aio.AioRpcError as error:
+            raise _explained(error, to) from None
+        finally:
+            call.cancel()
+            self._meters.sent(kind, sent_bytes)
+        return _receipt(receipt)
+
+    async def _early_answer(
+        self, call: grpc.aio.StreamUnaryCall[data_pb2.Frame, object], to: WorkerId
+    ) -> Receipt:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                return _receipt(await call)
+        except TimeoutError:
+            raise PushError(f"{to} gave no answer", certain=False) from None
+        except grpc.aio.AioRpcError as error:
+            raise _explained(error, to) from None
+
+    # ---------------------------------------------------------------- state
+
+    async def fetch_state(
+        self, donor: WorkerId, request: data_pb2.StateRequest
+    ) -> AsyncIterator[data_pb2.Frame]:
+        """The frames of a donor's answer.
+
+        Raises:
+            PushError: the connection or the transfer failed, or the donor refused.
+        """
+        link = await self.connect(donor)
+        call = link.stub.FetchState(request, metadata=self._metadata)
+        try:
+            while True:
+                async with asyncio.timeout(self._stall_s):
+                    frame = await call.read()
+                if not isinstance(frame, data_pb2.Frame):
+                    return
+                yield frame
+        except TimeoutError:
+            raise PushError(f"{donor} sent nothing for {self._stall_s:.0f} s", certain=True) from None
+        except grpc.aio.AioRpcError as error:
+            raise _explained(error, donor) from None
+        finally:
+            call.cancel()
+
+
+def _receipt(message: object) -> Receipt:
+    assert isinstance(message, data_pb2.Receipt)
+    return convert.from_proto(message, Receipt)
+
+
+async def _ready(channel: grpc.aio.Channel) -> None:
+    """Until the connection stands. Raises ConnectionError as soon as it is clear that it will not."""
+    while True:
+        state = channel.get_state(try_to_connect=True)
+        if state is grpc.ChannelConnectivity.READY:
+            return
+        if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+            raise ConnectionError("nobody of the job answers there")
+        await channel.wait_for_state_change(state)
+
+
+def _explained(error: grpc.aio.AioRpcError, to: WorkerId) -> PushError:
+    refused = refused_error(error)
+    if refused is not None:
+        return PushError(f"{to} refused: {refused}", certain=True, refusal=refused.refusal)
+    reason = f"{to}: {error.code().name.lower()}: {error.details() or 'no details'}"
+    return PushError(reason, certain=error.code() in _NEVER_TAKEN)
