@@ -7,20 +7,22 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from starlings_compression.spec import parse_spec
 from starlings_job.presets import PRESETS
 from starlings_job.units import parse_bytes, parse_count
 
-_CODEC = re.compile(r"exact|fp16|int8(:[1-9][0-9]{0,5})?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 Count = Annotated[int, BeforeValidator(parse_count)]
+# Strict: true is no number, and neither is "3".
+Whole = Annotated[int, Field(strict=True)]
+Real = Annotated[float, Field(strict=True)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 
 def _codec(value: object) -> object:
-    if isinstance(value, str) and not _CODEC.fullmatch(value):
-        raise ValueError("must be a codec: 'exact', 'fp16' or 'int8:BLOCK', such as 'int8:128'")
-    return value
+    """The spec in its canonical form. A SpecError is a ValueError that says what is allowed."""
+    return parse_spec(value).text if isinstance(value, str) else value
 
 
 Codec = Annotated[str, BeforeValidator(_codec)]
@@ -49,7 +51,7 @@ class JobSection(Section):
     # Names directories, certificates and the invite.
     name: str
     # Everything random about the job follows from it: weights, held-out split, order of samples, plans.
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    seed: Whole = Field(default=0, ge=0, lt=2**63)
     # Training ends after the first step that reaches this many tokens (for classifiers: samples).
     tokens: Count
 
@@ -93,9 +95,9 @@ class DataSection(Section):
     # directory, or bytes where there is none.
     tokenizer: str = "auto"
     # Tokens per sample; the preset's own when left out.
-    sequence_length: int = Field(default=256, ge=1, le=1 << 20)
+    sequence_length: Whole = Field(default=256, ge=1, le=1 << 20)
     # About how many samples are kept back for evaluation, taken from whole documents where possible.
-    held_out: int = Field(default=256, ge=1, le=10**6)
+    held_out: Whole = Field(default=256, ge=1, le=10**6)
     # Use about this much text and no more.
     limit: Bytes | None = None
 
@@ -108,25 +110,25 @@ class DataSection(Section):
 class TrainSection(Section):
     schedule: Literal["sync"] = "sync"
     # Samples per optimizer step, over all workers.
-    batch: int = Field(default=16, ge=1, le=1 << 20)
+    batch: Whole = Field(default=16, ge=1, le=1 << 20)
     # Samples that travel together; `batch` must be a multiple of it.
-    microbatch: int = Field(default=4, ge=1, le=1 << 16)
+    microbatch: Whole = Field(default=4, ge=1, le=1 << 16)
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    lr: float = Field(default=1e-3, gt=0, le=1e3)
+    lr: Real = Field(default=1e-3, gt=0, le=1e3)
     # The rate after the cosine, as a fraction of `lr`.
-    lr_end: float = Field(default=0.1, ge=0, le=1)
+    lr_end: Real = Field(default=0.1, ge=0, le=1)
     decay: Literal["cosine", "none"] = "cosine"
     # Steps of linear warm-up; a number below 1 is a fraction of all steps.
-    warmup: float = Field(default=0.05, ge=0)
+    warmup: Real = Field(default=0.05, ge=0)
     # Limit on the global gradient norm; 0 = no clipping.
-    clip: float = Field(default=1.0, ge=0)
+    clip: Real = Field(default=1.0, ge=0)
     # AdamW, Loshchilov & Hutter 2019. Decay acts on tensors of two or more dimensions only.
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    epsilon: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
+    beta1: Real = Field(default=0.9, ge=0, lt=1)
+    beta2: Real = Field(default=0.95, ge=0, lt=1)
+    epsilon: Real = Field(default=1e-8, gt=0)
+    weight_decay: Real = Field(default=0.1, ge=0)
     # SGD: v = momentum * v + g; w = w - lr * v.
-    momentum: float = Field(default=0.0, ge=0, lt=1)
+    momentum: Real = Field(default=0.0, ge=0, lt=1)
     # Parameters to train, as globs over Hugging Face names, such as "*.mlp.*"; the others stay as they are.
     trainable: tuple[str, ...] = ("*",)
 
@@ -143,7 +145,7 @@ class TrainSection(Section):
     @field_validator("warmup", mode="before")
     @classmethod
     def _warmup(cls, value: object) -> object:
-        if isinstance(value, int | float) and value >= 1 and value != int(value):
+        if isinstance(value, int | float) and value >= 1 and value % 1 != 0:
             raise ValueError("must be a whole number of steps, or a fraction of all steps below 1")
         return value
 
@@ -175,7 +177,7 @@ class ExchangeSection(Section):
     # How gradients travel between replicas; int8 comes with error feedback.
     codec: Codec = "exact"
     # Steps between exchanges.
-    every: int = 1
+    every: Whole = 1
     robust: Literal["none"] = "none"
 
     @field_validator("preset", mode="before")
@@ -198,26 +200,26 @@ class ExchangeSection(Section):
 
 class SwarmSection(Section):
     # Training waits until this many workers are there.
-    min_workers: int = Field(default=1, ge=1, le=100_000)
+    min_workers: Whole = Field(default=1, ge=1, le=100_000)
     # ... and until nobody has joined for this long.
-    settle_s: float = Field(default=10.0, ge=0, le=86400)
+    settle_s: Real = Field(default=10.0, ge=0, le=86400)
 
 
 class CheckpointSection(Section):
     # Directory or fsspec URL (s3://bucket/path); the job's own directory when left out.
     to: str | None = None
     # Steps between checkpoints; 0 = only at the end.
-    every: int = Field(default=0, ge=0)
+    every: Whole = Field(default=0, ge=0)
     # How many to keep.
-    keep: int = Field(default=3, ge=1, le=10_000)
+    keep: Whole = Field(default=3, ge=1, le=10_000)
 
 
 class PortsSection(Section):
     """0 = any free port; the chosen one is reported."""
 
-    control: int = Field(default=7700, ge=0, le=65535)
-    enrolment: int = Field(default=7701, ge=0, le=65535)
-    page: int = Field(default=7702, ge=0, le=65535)
+    control: Whole = Field(default=7700, ge=0, le=65535)
+    enrolment: Whole = Field(default=7701, ge=0, le=65535)
+    page: Whole = Field(default=7702, ge=0, le=65535)
 
 
 class NetworkSection(Section):
