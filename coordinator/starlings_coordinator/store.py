@@ -1,7 +1,7 @@
 """The append-only log, its snapshots and a few facts about the job, in SQLite or PostgreSQL through one piece of code.
 
-Writers call `append` before the effects of the records leave the process; it returns once they are durable. A snapshot
-holds everything up to a sequence number, and what it holds leaves the log.
+Writers call `append` before the effects of the records leave the process; it returns once they are durable. A
+snapshot holds everything up to a sequence number, and what it holds leaves the log.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, NoSuchModuleError, SQLAlchemyError
+
+from starlings_protos.errors import ExitCode, StarlingsError
 
 SCHEMA_VERSION = 1
 
@@ -50,20 +52,28 @@ _POSTGRES_LOCK = 0x57A21195
 _SQLITE_BUSY_TIMEOUT_S = 5.0
 
 
-class StoreError(Exception):
+class StoreError(StarlingsError):
     """The store cannot be opened, read or written; the message says what to do."""
+
+    exit_code: int = ExitCode.USAGE
 
 
 class StoreFull(StoreError):
     """No room left. Everything appended before is safe; nothing of the failed append is."""
 
+    exit_code = ExitCode.DISK_FULL
+
 
 class StoreInUse(StoreError):
     """Another coordinator works on the same database."""
 
+    exit_code = ExitCode.IN_USE
+
 
 class StoreMismatch(StoreError):
     """The database was written by another version of Starlings, or for another job."""
+
+    exit_code = ExitCode.MISMATCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,8 @@ def _translated(url: sa.URL) -> Iterator[None]:
     except DBAPIError as error:
         if _is_full(error):
             raise StoreFull(
-                f"No space left for the coordinator's log ({where}). Nothing recorded so far is lost: free some space and start again."
+                f"No space left for the coordinator's log ({where}). Nothing recorded so far is lost: free some "
+                "space and start again."
             ) from error
         raise StoreError(f"The coordinator's log ({where}) failed: {error.orig}") from error
     except SQLAlchemyError as error:
@@ -207,7 +218,7 @@ class Store:
         self.log_bytes += sum(len(payload) for _, payload in records)
 
     def write_snapshot(self, payload: bytes, wall_s: float) -> None:
-        """`payload` includes every record appended so far: those and older snapshots are removed with the same commit."""
+        """`payload` includes every record appended so far; those and older snapshots go with the same commit."""
         connection = self._connection()
         covered = self._next_seq - 1
         with _translated(self._engine.url), connection.begin():

@@ -1,0 +1,170 @@
+"""Pulling committed blocks from workers, through the rpc that a late joiner uses; nothing is believed unchecked."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+
+import grpc
+
+from starlings_job.state import PARAMETER, RawTensor, block_digest
+from starlings_protos import data_pb2, data_pb2_grpc
+from starlings_protos.assignments import assignment_metadata
+from starlings_protos.channels import peer_channel
+from starlings_protos.errors import clean_text
+from starlings_protos.identity import Identity
+from starlings_protos.messages import Peer, SignedAssignment
+from starlings_protos.state_transfer import OpenTransfer, StateTensor, StateTransferError, fetch_block
+
+logger = logging.getLogger(__name__)
+
+# A donor that sends nothing for this long is given up for another; the transfer goes on where it stopped.
+STALLED_AFTER_S = 30.0
+# Names, shapes and hashes travel beside the tensors' bytes that the profile counts.
+HEADER_ALLOWANCE_BYTES = 1 << 20
+OPTIMIZER_TENSORS = ("exp_avg:", "exp_avg_sq:", "momentum:")
+
+
+class PullError(Exception):
+    """No donor delivered what it should; the message names each and why."""
+
+
+class Puller:
+    """Channels to donors during one save; use as an async context manager."""
+
+    def __init__(
+        self,
+        identity: Callable[[], Identity],
+        assignment: Callable[[], SignedAssignment],
+        *,
+        stalled_after_s: float = STALLED_AFTER_S,
+    ) -> None:
+        self._identity = identity
+        self._assignment = assignment
+        self._stalled_after_s = stalled_after_s
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Puller:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def block(
+        self,
+        version: int,
+        block: str,
+        donors: Sequence[Peer],
+        *,
+        reference: Mapping[str, RawTensor],
+        digest: str,
+        limit_bytes: int,
+    ) -> dict[str, StateTensor]:
+        """One block with its optimizer's tensors, from the first donor that delivers what it should.
+
+        Args:
+            reference: the block at version 0: names, types and shapes of the parameters.
+            digest: what the block's digest must be; "" when it is not known.
+            limit_bytes: no block is larger.
+
+        Raises:
+            PullError: none did.
+        """
+        delivered: list[str] = []
+        left: dict[str, OpenTransfer] = {p.worker_id: self._opener(p, delivered) for p in donors}
+        failures: list[str] = []
+        while left:
+            try:
+                tensors = await fetch_block(
+                    dict(left),
+                    version=version,
+                    block=block,
+                    optimizer=True,
+                    limit_bytes=limit_bytes + HEADER_ALLOWANCE_BYTES,
+                    on_failure=lambda donor, error: failures.append(f"{donor}: {_words(error)}"),
+                )
+            except StateTransferError as error:
+                raise PullError("; ".join(failures) or str(error)) from None
+            flaw = await asyncio.to_thread(_flaw, tensors, reference, digest)
+            if not flaw:
+                return tensors
+            culprit = delivered[-1]
+            failures.append(f"{culprit}: {flaw}")
+            logger.warning("block %s at version %d from %s: %s", block, version, culprit, flaw)
+            del left[culprit]
+        raise PullError("; ".join(failures) or f"nobody holds block {block}")
+
+    def _opener(self, peer: Peer, delivered: list[str]) -> OpenTransfer:
+        async def transfer(request: data_pb2.StateRequest) -> AsyncIterator[data_pb2.Frame]:
+            delivered.append(peer.worker_id)
+            if not peer.addresses:
+                raise StateTransferError("it has no address")
+            for position, address in enumerate(peer.addresses):
+                began = False
+                try:
+                    async for frame in self._frames(peer.worker_id, address, request):
+                        began = True
+                        yield frame
+                    return
+                except (grpc.aio.AioRpcError, TimeoutError):
+                    # Another address helps only when this one could not be reached at all.
+                    if began or position == len(peer.addresses) - 1:
+                        raise
+
+        return transfer
+
+    async def _frames(
+        self, worker_id: str, address: str, request: data_pb2.StateRequest
+    ) -> AsyncIterator[data_pb2.Frame]:
+        call = data_pb2_grpc.DataStub(self._channel(worker_id, address)).FetchState(
+            request, metadata=assignment_metadata(self._assignment())
+        )
+        try:
+            while True:
+                try:
+                    frame = await asyncio.wait_for(call.read(), self._stalled_after_s)
+                except TimeoutError:
+                    raise TimeoutError(f"nothing came for {self._stalled_after_s:.0f} s") from None
+                if not isinstance(frame, data_pb2.Frame):
+                    return
+                yield frame
+        finally:
+            call.cancel()
+
+    def _channel(self, worker_id: str, address: str) -> grpc.aio.Channel:
+        channel = self._channels.get((worker_id, address))
+        if channel is None:
+            channel = peer_channel(address, worker_id, self._identity())
+            self._channels[worker_id, address] = channel
+            self._stack.push_async_callback(channel.close)
+        return channel
+
+
+def _words(error: Exception) -> str:
+    """The other side's words are text from outside."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return clean_text(f"{error.code().name.lower()}: {error.details()}", 200)
+    return clean_text(str(error), 200) or type(error).__name__
+
+
+def _flaw(tensors: Mapping[str, StateTensor], reference: Mapping[str, RawTensor], digest: str) -> str:
+    """What is wrong with a delivered block; "" when nothing is."""
+    expected = {name: t for name, t in reference.items() if name.startswith(PARAMETER)}
+    missing = sorted(set(expected) - set(tensors))
+    if missing:
+        return f"{missing[0]} is missing"
+    for name, tensor in tensors.items():
+        kind = next((k for k in OPTIMIZER_TENSORS if name.startswith(k)), "")
+        parameter = expected.get(name if not kind else PARAMETER + name.removeprefix(kind))
+        if parameter is None:
+            return f"there is no parameter for {name[:80]!r}"
+        if tensor.shape != parameter.shape:
+            return f"{name} has shape {tensor.shape}, not {parameter.shape}"
+        if (kind and tensor.data_type != "F32") or (not kind and tensor.data_type != parameter.data_type):
+            return f"{name} has type {tensor.data_type}"
+    if digest and (found := block_digest(tensors)) != digest:
+        return f"the digest is {found[:12]}, it should be {digest[:12]}"
+    return ""

@@ -1,0 +1,154 @@
+"""What the owner sees and commands: status, watch, stop, invites. Delegated to by `service.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+from starlings_coordinator.clock import Clock
+from starlings_coordinator.core.core import Core
+from starlings_coordinator.core.events import StopRequested, WorkerRevoked
+from starlings_coordinator.detokenise import Detokenise
+from starlings_coordinator.enrolment import EnrolmentAuthority
+from starlings_coordinator.leases import PROMPT_TOKENS, Records
+from starlings_coordinator.loop import CoreLoop
+from starlings_protos import control_pb2
+from starlings_protos.convert import to_proto
+from starlings_protos.errors import RefusedError, clean_text
+from starlings_protos.messages import Refusal, StatusReply, WorkerId
+
+SHORTEST_INTERVAL_S = 0.1
+LONGEST_INTERVAL_S = 60.0
+# A watcher hears this often that the coordinator lives, also when nothing changes.
+QUIET_INTERVAL_S = 5.0
+WATCHERS_LIMIT = 64
+REASON_LIMIT_CHARACTERS = 200
+
+
+def trimmed(status: StatusReply, after_event: int, after_step: int) -> StatusReply:
+    """Only the events and loss points that are newer.
+
+    A restarted coordinator numbers its events anew, and a rewound job has fewer loss points: whoever has seen
+    later ones than there are gets everything.
+    """
+    newest_event = status.events[-1].sequence if status.events else 0
+    if after_event > newest_event:
+        after_event = 0
+    newest_step = status.loss_curve[-1].step if status.loss_curve else -1
+    if after_step > newest_step:
+        after_step = -1
+    return replace(
+        status,
+        events=tuple(e for e in status.events if e.sequence > after_event),
+        loss_curve=tuple(p for p in status.loss_curve if p.step > after_step),
+    )
+
+
+class OwnerDesk:
+    def __init__(
+        self,
+        core: Core,
+        loop: CoreLoop,
+        authority: EnrolmentAuthority,
+        clock: Clock,
+        records: Records,
+        detokenise: Detokenise,
+    ) -> None:
+        self._core = core
+        self._loop = loop
+        self._authority = authority
+        self._clock = clock
+        self._records = records
+        self._detokenise = detokenise
+        self._sample: tuple[object, str] = (None, "")
+        self._watchers = 0
+
+    # ------------------------------------------------------------------ status
+
+    def status(self, after_event: int = 0, after_step: int = -1) -> StatusReply:
+        status = self._core.status(self._clock.now())
+        return replace(trimmed(status, after_event, after_step), sample_text=self._sample_text())
+
+    def reply(self, request: control_pb2.StatusRequest) -> control_pb2.StatusReply:
+        reply = control_pb2.StatusReply()
+        to_proto(self.status(request.after_event), reply)
+        return reply
+
+    def _sample_text(self) -> str:
+        """Prompt and continuation; decoded once."""
+        state = self._core.state
+        if not state.text_tokens:
+            return ""
+        key = (state.text_version, state.text_prompt_sample, state.text_tokens)
+        if self._sample[0] != key:
+            prompt = self._records.held_out_tokens(state.text_prompt_sample, PROMPT_TOKENS)
+            self._sample = (key, self._detokenise((*prompt, *state.text_tokens)))
+        return self._sample[1]
+
+    async def watch(
+        self, request: control_pb2.StatusRequest
+    ) -> AsyncGenerator[control_pb2.StatusReply, None]:
+        """The state now, then again when it changed; the last reply is the job's end.
+
+        Raises:
+            RefusedError: BUSY: too many watch already.
+        """
+        if self._watchers >= WATCHERS_LIMIT:
+            raise RefusedError(Refusal.BUSY, f"{self._watchers} others watch this job; try again later.")
+        self._watchers += 1
+        try:
+            async with aclosing(self._changes(request)) as changes:
+                async for status in changes:
+                    reply = control_pb2.StatusReply()
+                    to_proto(status, reply)
+                    yield reply
+        finally:
+            self._watchers -= 1
+
+    async def _changes(self, request: control_pb2.StatusRequest) -> AsyncGenerator[StatusReply, None]:
+        interval_s = request.interval_s if math.isfinite(request.interval_s) else 0.0
+        interval_s = min(max(interval_s, SHORTEST_INTERVAL_S), LONGEST_INTERVAL_S)
+        after_event, after_step = request.after_event, -1
+        known: StatusReply | None = None
+        quiet_s = 0.0
+        while True:
+            ended = self._loop.ended.is_set()
+            status = self.status(after_event, after_step)
+            # The clock alone is no news.
+            if known != (settled := replace(status, elapsed_s=0.0)) or quiet_s >= QUIET_INTERVAL_S:
+                yield status
+                quiet_s = 0.0
+                known = replace(settled, events=(), loss_curve=())
+                after_event = status.events[-1].sequence if status.events else after_event
+                after_step = status.loss_curve[-1].step if status.loss_curve else after_step
+            if ended:
+                return
+            try:
+                await asyncio.wait_for(self._loop.ended.wait(), interval_s)
+            except TimeoutError:
+                quiet_s += interval_s
+
+    # ------------------------------------------------------------------ commands
+
+    async def stop(self, request: control_pb2.StopRequest) -> control_pb2.StopReply:
+        reason = clean_text(request.reason, REASON_LIMIT_CHARACTERS) or "stopped by the owner"
+        await self._loop.post(StopRequested(reason))
+        await self._loop.turn()
+        return control_pb2.StopReply(phase=self._core.phase.value)
+
+    async def create_invite(self, request: control_pb2.CreateInviteRequest) -> control_pb2.Invite:
+        return await asyncio.to_thread(
+            self._authority.create_invite, request.lifetime_s, request.uses, request.role
+        )
+
+    def list_invites(self) -> control_pb2.InviteList:
+        return self._authority.list_invites()
+
+    async def revoke_invite(self, request: control_pb2.RevokeInviteRequest) -> control_pb2.RevokeInviteReply:
+        reply = await asyncio.to_thread(self._authority.revoke_invite, request.token_id, request.workers)
+        for worker_id in reply.worker_ids:
+            await self._loop.post(WorkerRevoked(WorkerId(worker_id)))
+        return reply

@@ -1,0 +1,179 @@
+"""The control port's gRPC service: workers' streams, and the owner's commands by delegation to `owner.py`.
+
+A stream's first message is a Hello for the very id that the certificate names. From then on everything a worker says
+is an event for the core, and everything it is told comes out of its session's bounded queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import aclosing
+from typing import TypeVar
+
+from starlings_coordinator.clock import Clock
+from starlings_coordinator.core.events import WorkerConnected, WorkerDisconnected, WorkerSaid
+from starlings_coordinator.loop import CoreLoop
+from starlings_coordinator.owner import OwnerDesk
+from starlings_coordinator.sessions import Ending, SessionTable, TooManySessions, WorkerSession
+from starlings_protos import control_pb2, control_pb2_grpc
+from starlings_protos.convert import body_from_proto
+from starlings_protos.errors import RefusedError, abort, abort_with
+from starlings_protos.identity import PeerIdentity
+from starlings_protos.messages import Heartbeat, Hello, Refusal, ToCoordinator, WorkerId
+from starlings_protos.peers import Context, peer_identity
+
+R = TypeVar("R")
+
+# From the opening of a stream to its Hello.
+HELLO_WITHIN_S = 10.0
+# What still waits when a session ends is sent for this long at most.
+LAST_WORDS_S = 5.0
+
+
+def parse_message(message: control_pb2.ToCoordinator) -> ToCoordinator:
+    """The record that a worker sent.
+
+    Raises:
+        RefusedError: MALFORMED, with what is wrong.
+    """
+    try:
+        record: ToCoordinator = body_from_proto(message, ToCoordinator)
+    except ValueError as error:
+        raise RefusedError(Refusal.MALFORMED, f"A malformed message: {error}.") from None
+    return record
+
+
+class ControlService(control_pb2_grpc.ControlServicer):
+    """Roles and revoked certificates are checked by `peers.RoleGuard` before any method here runs."""
+
+    def __init__(self, loop: CoreLoop, sessions: SessionTable, owner: OwnerDesk, clock: Clock) -> None:
+        self._loop = loop
+        self._sessions = sessions
+        self._owner = owner
+        self._clock = clock
+
+    # ------------------------------------------------------------------ workers
+
+    async def Session(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[control_pb2.ToCoordinator], context: Context
+    ) -> None:
+        try:
+            identity = peer_identity(context)
+            hello = await self._hello(context, identity)
+            session = self._sessions.open(hello.worker_id)
+        except RefusedError as error:
+            await abort_with(context, error)
+        except TooManySessions as error:
+            await abort(context, Refusal.BUSY, f"The coordinator has no room: {error}.")
+        try:
+            await self._loop.post(WorkerConnected(session.number, hello))
+            ending = await self._serve(session, context)
+        finally:
+            session.end(Ending(None, "the stream is over"))
+            self._sessions.close(session)
+            await asyncio.shield(self._loop.post(WorkerDisconnected(session.number, session.worker_id)))
+        if ending.refusal is not None:
+            await abort(context, ending.refusal, ending.message)
+
+    async def _hello(self, context: Context, identity: PeerIdentity) -> Hello:
+        """The stream's first message, checked against the certificate. Raises RefusedError."""
+        try:
+            first = await asyncio.wait_for(context.read(), HELLO_WITHIN_S)
+        except TimeoutError:
+            raise RefusedError(
+                Refusal.MALFORMED, f"No Hello within {HELLO_WITHIN_S:.0f} s of opening the stream."
+            ) from None
+        if not isinstance(first, control_pb2.ToCoordinator):
+            raise RefusedError(Refusal.MALFORMED, "The stream ended before its Hello.")
+        hello = parse_message(first)
+        if not isinstance(hello, Hello):
+            raise RefusedError(Refusal.MALFORMED, "The first message of a stream must be a Hello.")
+        if hello.worker_id != identity.id:
+            raise RefusedError(
+                Refusal.NOT_YOU,
+                f"The certificate is {identity.id}'s, the Hello names {hello.worker_id[:40]!r}.",
+            )
+        return hello
+
+    async def _serve(self, session: WorkerSession, context: Context) -> Ending:
+        """Reads and writes until one side ends the stream; returns why."""
+        reading = asyncio.create_task(self._read(session, context))
+        writing = asyncio.create_task(self._write(session, context))
+        ending = asyncio.create_task(session.ended())
+        tasks = (reading, writing, ending)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if session.ending is not None and not writing.done():
+                # What waits in the queue, above all the reason, is still worth sending; to a reader who reads.
+                await asyncio.wait({writing}, timeout=LAST_WORDS_S)
+            return session.ending or Ending(None, "the worker ended the stream")
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, session: WorkerSession, context: Context) -> None:
+        worker_id = WorkerId(session.worker_id)
+        while isinstance(message := await context.read(), control_pb2.ToCoordinator):
+            if session.ending is not None:
+                return
+            try:
+                record = parse_message(message)
+            except RefusedError as error:
+                session.end(Ending(error.refusal, str(error)))
+                return
+            if isinstance(record, Heartbeat):
+                ack = control_pb2.HeartbeatAck(wall_time_s=self._clock.now().wall_s)
+                session.send(control_pb2.ToWorker(heartbeat_ack=ack), may_drop=True)
+            await self._loop.post(WorkerSaid(session.number, worker_id, record))
+
+    async def _write(self, session: WorkerSession, context: Context) -> None:
+        while (message := await session.next()) is not None:
+            await context.write(message)
+
+    # ------------------------------------------------------------------ owner
+
+    async def Status(self, request: control_pb2.StatusRequest, context: Context) -> control_pb2.StatusReply:
+        return self._owner.reply(request)
+
+    async def Watch(
+        self, request: control_pb2.StatusRequest, context: Context
+    ) -> AsyncIterator[control_pb2.StatusReply]:
+        try:
+            async with aclosing(self._owner.watch(request)) as replies:
+                async for reply in replies:
+                    yield reply
+        except RefusedError as error:
+            await abort_with(context, error)
+
+    async def Stop(self, request: control_pb2.StopRequest, context: Context) -> control_pb2.StopReply:
+        return await self._owner.stop(request)
+
+    async def CreateInvite(
+        self, request: control_pb2.CreateInviteRequest, context: Context
+    ) -> control_pb2.Invite:
+        return await _answered(self._owner.create_invite(request), context)
+
+    async def ListInvites(
+        self, request: control_pb2.ListInvitesRequest, context: Context
+    ) -> control_pb2.InviteList:
+        return self._owner.list_invites()
+
+    async def RevokeInvite(
+        self, request: control_pb2.RevokeInviteRequest, context: Context
+    ) -> control_pb2.RevokeInviteReply:
+        return await _answered(self._owner.revoke_invite(request), context)
+
+
+async def _answered(answer: Awaitable[R], context: Context) -> R:
+    """The answer, or the coded reason why there is none."""
+    try:
+        return await answer
+    except RefusedError as error:
+        refused = error
+    except OSError as error:
+        refused = RefusedError(
+            Refusal.BUSY, f"The coordinator cannot record this ({error.strerror}): free some disk space."
+        )
+    await abort_with(context, refused)
