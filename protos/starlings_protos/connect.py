@@ -167,11 +167,14 @@ _ADVICE = {
 }
 
 
-def _unreachable(address: Address, resolved: tuple[str, ...], phase: Phase, cause: str) -> Unreachable:
+def _unreachable(
+    address: Address, resolved: tuple[str, ...], phase: Phase, cause: str, advice: str | None = None
+) -> Unreachable:
     literal = resolved == (address.host,)
     dns = "" if literal or phase is Phase.DNS else f" ({address.host} is {', '.join(resolved[:6])})"
     return Unreachable(
-        f"Cannot reach {address.host} port {address.port}{dns}: {phase.value} failed: {cause}. {_ADVICE[phase]}",
+        f"Cannot reach {address.host} port {address.port}{dns}: {phase.value} failed: {cause}. "
+        f"{advice or _ADVICE[phase]}",
         host=address.host,
         port=address.port,
         phase=phase,
@@ -179,9 +182,20 @@ def _unreachable(address: Address, resolved: tuple[str, ...], phase: Phase, caus
     )
 
 
-def refused_certificate(reached: Reached, reason: str) -> Unreachable:
+def refused_certificate(reached: Reached, reason: str, advice: str | None = None) -> Unreachable:
     """TLS came about, but with a server that is not the one we look for."""
-    return _unreachable(reached.address, reached.resolved, Phase.TLS, reason)
+    return _unreachable(reached.address, reached.resolved, Phase.TLS, reason, advice)
+
+
+def lost(reached: Reached, cause: str) -> Unreachable:
+    """A call failed on the way to a server that had just been reached, and not by a coded refusal."""
+    return _unreachable(
+        reached.address,
+        reached.resolved,
+        Phase.AUTHORISATION,
+        cause,
+        "The server was there a moment before: try again; if it stays so, another one may have taken its place.",
+    )
 
 
 def describe_certificate(certificate: x509.Certificate) -> str:
