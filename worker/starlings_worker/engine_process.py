@@ -84,7 +84,7 @@ class EngineProcess:
 
     async def _listen(self) -> grpc.aio.Server:
         server = channels.make_server(channels.DATA, [RoleGuard(DATA_POLICY)])
-        data_pb2_grpc.add_DataServicer_to_server(self._service, server)  # type: ignore[no-untyped-call]
+        data_pb2_grpc.add_DataServicer_to_server(self._service, server)
         host, wished = self._start.listen_host or "0.0.0.0", self._start.listen_port
         credentials = channels.server_credentials(lambda: self._identity)
         for port in range(wished, wished + _PORTS_TRIED) if wished else (0,):
