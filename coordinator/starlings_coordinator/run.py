@@ -77,7 +77,7 @@ def run_coordinator(options: CoordinatorOptions, observer: Observer = silent) ->
     """
     ensure_prepared(options.directory, options.job_file)
     with DirectoryLock(options.directory), log_to(options.directory / "logs" / "coordinator.log"):
-        return asyncio.run(_serve(options, observer))
+        return asyncio.run(serve(options, observer))
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,8 @@ class _Coordinator:
             (self.options.directory / "owner" / ENDPOINTS_FILE).unlink()
 
 
-async def _serve(options: CoordinatorOptions, observer: Observer) -> int:
+async def serve(options: CoordinatorOptions, observer: Observer) -> int:
+    """As `run_coordinator` within a running event loop, for a directory that is prepared and locked by the caller."""
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         job = _Job.load(options)

@@ -85,7 +85,7 @@ def _read_holder(path: Path) -> Holder | None:
             float(fields["since_wall_s"]),
             int(fields.get("inode", 0)),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None  # being written right now, or by something else
 
 
