@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -67,3 +68,21 @@ def choose_job(job: Path | None) -> Path:
             f"There are several jobs here ({names}): say which with --job NAME.", ExitCode.USAGE
         )
     return found[0]
+
+
+def control_address(job_directory: Path) -> str:
+    """ "host:port" of the job's running coordinator, as it wrote into its directory.
+
+    Raises:
+        CommandError: none runs there, or it left no address.
+    """
+    path = job_directory / "owner" / "coordinator.json"
+    try:
+        addresses = json.loads(path.read_text("utf-8"))["control"]
+        return str(addresses[0])
+    except (OSError, ValueError, LookupError, TypeError):
+        raise CommandError(
+            f"No coordinator runs for the job in {job_directory}: "
+            f"start it with `starlings coordinator {job_directory}`.",
+            ExitCode.UNREACHABLE,
+        ) from None

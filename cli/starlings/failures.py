@@ -6,7 +6,6 @@ is a bug.
 
 from __future__ import annotations
 
-import enum
 import errno
 import functools
 import json
@@ -18,33 +17,20 @@ from typing import ParamSpec, TypeVar
 
 import typer
 
+from starlings_protos.errors import ExitCode, StarlingsError
+from starlings_protos.locks import DirectoryInUse
+
+__all__ = ["INTERRUPTED", "CommandError", "ExitCode", "debugging", "explain", "guarded", "report"]
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class ExitCode(enum.IntEnum):
-    """The sheet of exit codes; docs/reference.md explains each."""
-
-    DONE = 0
-    BUG = 1
-    USAGE = 2
-    UNREACHABLE = 3
-    INVITE_WRONG = 4
-    INVITE_EXPIRED = 5
-    INVITE_USED_UP = 6
-    REVOKED = 7
-    MISMATCH = 8
-    DISK_FULL = 9
-    PORT_BUSY = 10
-    IN_USE = 11
-    NO_DATA = 12
-    NO_DEVICE = 13
-    CAP_REACHED = 14
-    CLOCK = 15
-    INTERRUPTED = 130
+# What shells report for Ctrl-C: 128 + SIGINT.
+INTERRUPTED = 130
 
 
-class CommandError(Exception):
+class CommandError(StarlingsError):
     """A failure that the user can do something about; its text says what."""
 
     def __init__(self, message: str, exit_code: int) -> None:
@@ -64,8 +50,10 @@ def explain(error: BaseException) -> tuple[str, int]:
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
         return str(error), int(code)
+    if isinstance(error, DirectoryInUse):
+        return f"{error}: stop it first, or choose another directory with --dir.", ExitCode.IN_USE
     if isinstance(error, KeyboardInterrupt):
-        return "Interrupted.", ExitCode.INTERRUPTED
+        return "Interrupted.", INTERRUPTED
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _WORKER_PACKAGES:
         return (
             f"This needs {error.name}, which is not installed here: "
@@ -107,7 +95,7 @@ def report(error: BaseException, *, as_json: bool) -> int:
     message, code = explain(error)
     if debugging() and not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
-    prefix = "" if code == ExitCode.INTERRUPTED else "starlings: "
+    prefix = "" if code == INTERRUPTED else "starlings: "
     print(f"{prefix}{message}", file=sys.stderr, flush=True)
     if as_json:
         print(json.dumps({"error": message, "exit_code": int(code)}), flush=True)

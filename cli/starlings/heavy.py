@@ -1,6 +1,7 @@
 """`python -m starlings.heavy STEP ARGUMENTS`: what needs torch or transformers, away from the `starlings` process.
 
-Speaks JSON lines on stdout: {"progress": ...} now and then, at the end {"result": ...} or {"error", "exit_code"}.
+Speaks JSON lines on stdout: {"progress": ...} now and then, at the end {"result": ...} or {"error",
+"exit_code"}.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def prepare(arguments: dict[str, Any], emit: Emit) -> dict[str, Any]:
 def export(arguments: dict[str, Any], emit: Emit) -> dict[str, Any]:
     from starlings_job.export import export_checkpoint
 
-    return dict(export_checkpoint(Path(arguments["directory"]), Path(arguments["out"])))
+    return dict(
+        export_checkpoint(Path(arguments["directory"]), Path(arguments["out"]), version=arguments["version"])
+    )
 
 
 STEPS: dict[str, Callable[[dict[str, Any], Emit], dict[str, Any]]] = {"prepare": prepare, "export": export}

@@ -6,9 +6,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from google.protobuf.message import Message
 from rich.console import Console
 
 # Lines in a pipe or a log file: often enough to see life, rare enough to read afterwards.
@@ -30,6 +31,25 @@ def emit(record: Mapping[str, Any]) -> None:
 def say(text: str) -> None:
     """A plain line for people on standard output, never wrapped: invites must stay whole."""
     print(text, flush=True)
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """A protobuf message as JSON-ready data: names as in the .proto, zero values included, whole numbers as numbers.
+
+    (Protobuf's own JSON writes 64-bit integers as strings.) An absent sub-message is None.
+    """
+    return {field.name: _plain(message, field.name) for field in message.DESCRIPTOR.fields}
+
+
+def _plain(message: Message, name: str) -> Any:
+    value = getattr(message, name)
+    if isinstance(value, Mapping):
+        return dict(sorted(value.items()))
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [as_dict(item) if isinstance(item, Message) else item for item in value]
+    if isinstance(value, Message):
+        return as_dict(value) if message.HasField(name) else None
+    return value
 
 
 class Throttle:

@@ -62,8 +62,8 @@ def prepare(
 ) -> None:
     """Tokenise the text, draw the first weights, profile the model: once, before the coordinator starts.
 
-    Needs torch and transformers (starlings[worker]); the coordinator afterwards does not, so you may prepare on
-    one machine and copy the directory to another.
+    Needs torch and transformers (starlings[worker]); the coordinator afterwards does not, so you may
+    prepare on one machine and copy the directory to another.
 
     Example:  starlings prepare job.toml
     """
@@ -74,19 +74,17 @@ def prepare(
         say(f"Prepared {where}. Next: starlings coordinator {job_file}")
 
 
-def prepare_job(
-    job_file: Path, directory: Path | None, *, json_output: bool, quiet: bool = False
-) -> tuple[Path, dict[str, Any]]:
-    """Runs the preparation in a child, with progress for people or machines; returns the directory and what was found."""
+def prepare_job(job_file: Path, directory: Path | None, *, json_output: bool) -> tuple[Path, dict[str, Any]]:
+    """Runs the preparation in a child, with progress; returns the directory and what was found."""
     job = load_job(job_file)
     where = directory or job_directory(job.job.name)
     arguments = {"job_file": os.path.abspath(job_file), "directory": os.path.abspath(where)}
 
-    if quiet or json_output or not sys.stdout.isatty():
+    if json_output or not sys.stdout.isatty():
         throttle = Throttle(1.0 if json_output else 2.0)
 
         def plain(news: Mapping[str, Any]) -> None:
-            if quiet or not throttle.ready(news.get("phase")):
+            if not throttle.ready(news.get("phase")):
                 return
             if json_output:
                 emit({"event": "progress", **news})

@@ -1,4 +1,4 @@
-"""`starlings status`, `stop`, `invite`: the owner's view of a running job, by the owner certificate in its directory."""
+"""`starlings status`, `stop`, `invite`: the owner's commands, by the owner certificate in the job's directory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
 import typer
-from google.protobuf import json_format
 from rich.live import Live
 from rich.table import Table
 
 from starlings.commands.options import JobOption, JsonOption
 from starlings.directories import choose_job
 from starlings.failures import CommandError, ExitCode, guarded
-from starlings.output import Throttle, console, emit, say
+from starlings.output import Throttle, as_dict, console, emit, say
 from starlings.owner_client import OwnerClient
 from starlings.views.figures import duration
 from starlings.views.status import History, status_line, status_panel
@@ -32,14 +31,6 @@ def register(app: typer.Typer) -> None:
     app.command()(status)
     app.command()(stop)
     app.add_typer(invite_app, name="invite")
-
-
-def as_dict(message: Any) -> dict[str, Any]:
-    """A protobuf message as JSON-ready data, zero values included, field names as in the .proto."""
-    found: dict[str, Any] = json_format.MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    return found
 
 
 def ask(job: Any, question: Callable[[OwnerClient], Awaitable[T]]) -> T:

@@ -33,8 +33,9 @@ def demo(
 ) -> None:
     """A whole mixed swarm on this machine: one coordinator, four unlike workers, real text, a real model.
 
-    Everything is a real process over real mTLS; only the devices are emulated (by sleeping). Nothing is downloaded:
-    the text is the source code of Python's standard library. Takes about five minutes on two cores.
+    Everything is a real process over real mTLS; only the devices are emulated (by sleeping). Nothing is
+    downloaded: the text is the source code of Python's standard library. Takes about five minutes on two
+    cores.
 
     Examples:
 

@@ -14,18 +14,17 @@ class Device:
     memory: str
 
 
-# Memory is scaled down with the model: it decides how many blocks a worker can hold. Speeds add up to about two cores,
-# so that two real ones carry the four emulated devices. The first holds several stages, the last ones only one.
+# Memory is scaled down with the model, of which all eight blocks take 105 MB with two microbatches in
+# flight: the big ones could hold everything, the small ones two blocks. Speeds add up to about two cores,
+# so that two carry them all.
 FLEET: Sequence[Device] = (
-    Device("rtx4090", "64MB"),
-    Device("rtx3090", "40MB"),
-    Device("rtx3060", "20MB"),
-    Device("rtx3060", "20MB"),
+    Device("rtx4090", "160MB"),
+    Device("rtx4080", "110MB"),
+    Device("rtx3060", "22MB"),
+    Device("rtx3060", "22MB"),
 )
 
 
 def fleet(workers: int) -> list[Device]:
-    """`workers` devices. A single one holds the whole model; more than four repeat the fleet."""
-    if workers == 1:
-        return [Device(FLEET[0].device_class, "256MB")]
+    """`workers` devices, the most capable first; more than four repeat the fleet."""
     return [FLEET[index % len(FLEET)] for index in range(workers)]

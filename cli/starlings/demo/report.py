@@ -109,7 +109,8 @@ def final_panel(report: Mapping[str, Any], history: History, loading: str) -> Re
     results.add_row(
         "trained",
         f"{count(report['tokens'])} tokens",
-        f"[dim]{report['tokens_per_second']:,.0f} tokens/s, {duration(report['elapsed_s'])} in all, {report['samples_lost']} samples lost[/]",
+        f"[dim]{report['tokens_per_second']:,.0f} tokens/s, {duration(report['elapsed_s'])} in all, "
+        f"{report['samples_lost']} samples lost[/]",
     )
     parts: list[RenderableType] = [results]
     if history.last is not None:

@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,8 @@ from starlings.views.status import History, status_line, status_panel
 from starlings_protos import control_pb2
 
 MARKER = ".starlings-demo"
-# A step of the demo takes about a second, engines import for tens of seconds: longer than this and something hangs.
+# A step of the demo takes about a second, engines import for tens of seconds: longer than this and
+# something hangs.
 NO_PROGRESS_S = 180.0
 LEAVING_S = 60.0
 
@@ -51,12 +52,11 @@ def job_text(options: DemoOptions) -> str:
     chosen: dict[str, dict[str, Any]] = {
         "job": {"name": "demo", "seed": options.seed, "tokens": options.steps * batch * sequence_length},
         "model": {"preset": "tiny"},
-        "data": {"source": "stdlib", "sequence_length": sequence_length, "held_out": 128, "limit": "16MB"},
+        "data": {"source": "stdlib", "sequence_length": sequence_length, "held_out": 128},
         "train": {"batch": batch, "microbatch": 4, "lr": 4e-3, "warmup": 0.05},
         "exchange": {"codec": "int8:128"},
         "swarm": {"min_workers": options.workers, "settle_s": 1.0},
-        "network": {"host": ["127.0.0.1"]},
-        "network.ports": {"control": 0, "enrolment": 0, "page": 0},
+        "network.ports": {"control": 0, "enrolment": 0},
     }
     return template.render(chosen, comments=False)
 
@@ -91,11 +91,11 @@ def run_demo(options: DemoOptions) -> None:
     job_file.write_text(job_text(options))
     if not options.json_output:
         say(f"One coordinator and {options.workers} workers on this machine, all files in {directory}")
-    prepare_job(job_file, job_directory, json_output=options.json_output)
-    entropies = read_entropies(job_directory)
+    _, facts = prepare_job(job_file, job_directory, json_output=options.json_output)
+    entropies = {"unigram": facts["unigram_entropy"], "bigram": facts["bigram_entropy"]}
     history = History()
     with Swarm(directory) as swarm:
-        invite = swarm.start_coordinator(["--dir", str(job_directory), str(job_file)])
+        invite = swarm.start_coordinator([str(job_directory), "--listen", "127.0.0.1", "--host", "127.0.0.1"])
         for device in fleet(options.workers):
             swarm.start_worker(
                 invite,
@@ -130,12 +130,6 @@ def run_demo(options: DemoOptions) -> None:
         console().print(final_panel(report, history, loading_lines(out, str(exported.get("kind", "")))))
 
 
-def read_entropies(job_directory: Path) -> Mapping[str, float]:
-    """Unigram and bigram entropies of the held-out text, nats per token, as `prepare` counted them."""
-    found = json.loads((job_directory / "dataset.json").read_text())
-    return {"unigram": found["unigram_entropy"], "bigram": found["bigram_entropy"]}
-
-
 async def follow(swarm: Swarm, job_directory: Path, history: History, *, json_output: bool) -> None:
     """Shows the job until it is done.
 
@@ -150,8 +144,8 @@ async def follow(swarm: Swarm, job_directory: Path, history: History, *, json_ou
     with screen or nullcontext():
         async for reply in replies(swarm, job_directory):
             now = time.monotonic()
+            swarm.check()
             if reply is None:
-                swarm.check()
                 # The coordinator leaves when all is done; then there is nothing more to hear.
                 if swarm.coordinator is not None and swarm.coordinator.process.poll() is not None:
                     break
@@ -174,10 +168,8 @@ async def follow(swarm: Swarm, job_directory: Path, history: History, *, json_ou
                     f"Nothing moved for {NO_PROGRESS_S:.0f} s (waiting for {waiting}).\n{tails}", ExitCode.BUG
                 )
     if history.last is None or history.last.phase != "done":
-        raise CommandError(
-            f"The coordinator left before the job was done.\n{swarm.coordinator.obituary() if swarm.coordinator else ''}",
-            ExitCode.BUG,
-        )
+        last_words = swarm.coordinator.obituary() if swarm.coordinator else ""
+        raise CommandError(f"The coordinator left before the job was done.\n{last_words}", ExitCode.BUG)
 
 
 async def replies(swarm: Swarm, job_directory: Path) -> AsyncIterator[control_pb2.StatusReply | None]:

@@ -53,8 +53,10 @@ class History:
         for event in fresh:
             self._seen_event = max(self._seen_event, event.sequence)
         self.events.extend(fresh)
-        known = self.points[-1].step if self.points else -1
-        self.points.extend(p for p in reply.loss_curve if p.step > known)
+        if reply.loss_curve:
+            # A job that went back to a checkpoint repeats steps: the newer points count.
+            first = reply.loss_curve[0].step
+            self.points = [p for p in self.points if p.step < first] + list(reply.loss_curve)
         self.last = reply
         return fresh
 
