@@ -1,0 +1,341 @@
+"""A job, its core and workers that do what they are told: for the tests of the core and of the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from starlings_coordinator.core.config import CoreConfig
+from starlings_coordinator.core.core import Core
+from starlings_coordinator.core.effects import (
+    CloseSession,
+    ComputePlan,
+    Effect,
+    JobEnded,
+    SaveCheckpoint,
+    Send,
+)
+from starlings_coordinator.core.events import (
+    Booted,
+    CheckpointSaved,
+    Event,
+    KeeperStarted,
+    Now,
+    PlanComputed,
+    Ticked,
+    WorkerConnected,
+    WorkerSaid,
+)
+from starlings_coordinator.core.records import Record
+from starlings_job.profile import BlockProfile, Profile
+from starlings_job.spec import JobSpec
+from starlings_protos.messages import (
+    Assignment,
+    ExchangeOpened,
+    ExchangePurpose,
+    Finish,
+    Hello,
+    Hop,
+    Lease,
+    LeaseGrant,
+    LeaseKind,
+    LeaseRequest,
+    MicrobatchDone,
+    PlannedWorker,
+    PlanReply,
+    Prepared,
+    PreparedGroup,
+    ProbeReport,
+    Ready,
+    Span,
+    Stage,
+    StateReport,
+    StateWanted,
+    StepCommitted,
+    StepRestarted,
+    ToCoordinator,
+    Welcome,
+    WorkerId,
+)
+
+BLOCKS = 6
+
+
+def job_spec(**overrides: Any) -> JobSpec:
+    """batch 8 in microbatches of 2, 4 steps, everything else by default."""
+    record: dict[str, Any] = {
+        "job": {"name": "test", "tokens": 4 * 8 * 64, "seed": 7},
+        "model": {"preset": "micro"},
+        "train": {"batch": 8, "microbatch": 2, "clip": 1.0},
+        "swarm": {"min_workers": 1, "settle_s": 1.0},
+    }
+    for section, values in overrides.items():
+        record[section] = {**record.get(section, {}), **values}
+    return JobSpec.model_validate(record)
+
+
+def profile(blocks: int = BLOCKS, tied: bool = False) -> Profile:
+    middle = [
+        BlockProfile(f"layers.{i}", "layer", 50_000, 50_000, 6_400_000, 200_000, 16_384, 60_000)
+        for i in range(blocks - 2)
+    ]
+    ends = (
+        BlockProfile("embed", "embed", 16_384, 16_384, 1, 0, 16_384, 65_536),
+        BlockProfile("head", "head", 16_448, 16_448, 2_100_000, 80_000, 65_536, 65_536),
+    )
+    return Profile((ends[0], *middle, ends[1]), "llama", 64, 256, 65, 16_384 if tied else 0)
+
+
+def config(*, tied: bool = False, **overrides: Any) -> CoreConfig:
+    return CoreConfig(
+        job_spec(**overrides), profile(tied=tied), 1000, 6, lambda ids: 64 * len(ids), generated_tokens=3
+    )
+
+
+@dataclass
+class Fake:
+    """A worker as the coordinator sees it: it answers at once, or not at all when `mute`."""
+
+    worker_id: WorkerId
+    session: int
+    memory_bytes: int = 1 << 30
+    numeric_class: str = "cpu"
+    mute: bool = False
+    incarnation: int = 0
+    assignment: Assignment | None = None
+    inbox: list[Any] = field(default_factory=list)
+    accumulated: dict[int, set[int]] = field(default_factory=dict)
+    version: int = 0
+    # Spoils what it reports, for tests.
+    digest_offset: int = 0
+    finished: Finish | None = None
+
+
+class World:
+    """Runs the core against fakes until nothing moves. `plan` makes the planner's reply; spans are given by tests."""
+
+    def __init__(self, core_config: CoreConfig, spans: dict[str, tuple[int, int]], stages: int = 3) -> None:
+        self.config = core_config
+        self.core = Core(core_config)
+        self.spans = {WorkerId(w): Span(*span) for w, span in spans.items()}
+        self.stages = self._cut(stages)
+        self.fakes: dict[WorkerId, Fake] = {}
+        self.records: list[Record] = []
+        self.ended: JobEnded | None = None
+        self.closed: list[CloseSession] = []
+        self.saves: list[SaveCheckpoint] = []
+        self.plan_requests: list[ComputePlan] = []
+        self.now_s = 0.0
+        self.save_at_once = True
+        # Stop handling events when training reaches this step: tests then interfere.
+        self.pause_at: int | None = None
+        self._sessions = 0
+        self._queue: list[Event] = []
+
+    def _cut(self, count: int) -> tuple[Stage, ...]:
+        blocks = len(self.config.profile.blocks)
+        bounds = [round(i * blocks / count) for i in range(count + 1)]
+        return tuple(Stage(a, b - 1) for a, b in pairwise(bounds))
+
+    # ---------------------------------------------------------------- driving
+
+    def now(self) -> Now:
+        return Now(self.now_s, 1_700_000_000 + self.now_s, "boot")
+
+    def feed(self, event: Event) -> tuple[Effect, ...]:
+        records, effects = self.core.handle(event, self.now())
+        self.records += records
+        self.core.validate()
+        for effect in effects:
+            self._carry_out(effect)
+        return effects
+
+    def settle(self) -> None:
+        for _ in range(10_000):
+            if not self._queue or self.paused:
+                return
+            self.feed(self._queue.pop(0))
+        raise AssertionError("the core and its workers never come to rest")
+
+    @property
+    def paused(self) -> bool:
+        return (
+            self.pause_at is not None
+            and self.core.phase.value == "training"
+            and self.core.state.step >= self.pause_at
+        )
+
+    def go_on(self) -> None:
+        self.pause_at = None
+        self.settle()
+
+    def tick(self, seconds: float = 0.5) -> None:
+        self.now_s += seconds
+        for fake in self.fakes.values():
+            member = self.core.members.get(fake.worker_id)
+            if not fake.mute and member is not None:
+                member.detector.heard(self.now_s)
+        self.feed(Ticked())
+        self.settle()
+
+    def boot(self) -> None:
+        self.feed(Booted())
+        self.feed(KeeperStarted(("127.0.0.1:1",), (0,)))
+
+    def join(self, name: str, **settings: Any) -> Fake:
+        self._sessions += 1
+        fake = Fake(WorkerId(name), self._sessions, **settings)
+        self.fakes[fake.worker_id] = fake
+        hello = Hello(
+            fake.worker_id,
+            1,
+            1,
+            "0.1.0",
+            numeric_class=fake.numeric_class,
+            host_id=name,
+            session_nonce=self._sessions,
+        )
+        self.feed(WorkerConnected(self._sessions, hello))
+        self.settle()
+        return fake
+
+    def start(self) -> None:
+        """Boot, join everybody of the plan, and let it settle into training."""
+        self.boot()
+        for name in self.spans:
+            self.join(name)
+        for _ in range(6):
+            if self.core.phase.value in ("training", "finishing", "done"):
+                return
+            self.tick()
+
+    def run_to_the_end(self) -> None:
+        for _ in range(200):
+            if self.ended is not None:
+                return
+            self.tick()
+        raise AssertionError(f"not ended: {self.core.phase} {self.core.waiting_words()}")
+
+    def say(self, fake: Fake, message: ToCoordinator) -> None:
+        self._queue.append(WorkerSaid(fake.session, fake.worker_id, message))
+
+    # ---------------------------------------------------------------- effects
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Send():
+                fake = self.fakes[effect.worker_id]
+                assert effect.session == fake.session
+                fake.inbox.append(effect.message)
+                if not fake.mute:
+                    self._react(fake, effect.message)
+            case ComputePlan():
+                self.plan_requests.append(effect)
+                self._queue.append(PlanComputed(self.plan(effect)))
+            case SaveCheckpoint():
+                self.saves.append(effect)
+                if self.save_at_once:
+                    self._queue.append(CheckpointSaved(effect.version, f"checkpoints/{effect.version}", 1))
+            case CloseSession():
+                self.closed.append(effect)
+            case JobEnded():
+                self.ended = effect
+            case _:
+                pass
+
+    def plan(self, effect: ComputePlan) -> PlanReply:
+        here = {w.worker_id for w in effect.request.workers}
+        spans = {w: s for w, s in self.spans.items() if w in here}
+        held = {s for span in spans.values() for s in span.stages}
+        missing = sorted(set(range(len(self.stages))) - held)
+        if missing:
+            return PlanReply(effect.request.request_id, impossible=f"needs 1.0 GB more for stages {missing}")
+        workers = tuple(PlannedWorker(w, s, 4, False, 1000) for w, s in spans.items())
+        return PlanReply(effect.request.request_id, self.stages, workers, 1.0, 1.0, "compute")
+
+    # ---------------------------------------------------------------- a worker
+
+    def _react(self, fake: Fake, message: Any) -> None:
+        match message:
+            case Welcome():
+                fake.incarnation = message.incarnation
+                if message.probe_now:
+                    seconds = {"layer": 0.01, "embed": 0.001, "head": 0.005}
+                    self.say(fake, ProbeReport(seconds, seconds, fake.memory_bytes, ("127.0.0.1:9",)))
+            case Assignment():
+                fake.assignment, fake.version, fake.accumulated = message, message.version, {}
+                self.say(fake, Ready(message.plan_version, message.version, self.digests(fake)))
+                self.say(fake, LeaseRequest(message.slots))
+            case LeaseGrant():
+                for lease in message.leases:
+                    self._work(fake, lease)
+            case StepRestarted():
+                fake.accumulated = {}
+            case ExchangeOpened():
+                self._exchange(fake, message)
+            case StepCommitted():
+                fake.version, fake.accumulated = message.step + 1, {}
+            case StateWanted():
+                self.say(fake, StateReport(message.version, self.digests(fake)))
+            case Finish():
+                fake.finished = message
+            case _:
+                pass
+
+    def digests(self, fake: Fake) -> dict[str, str]:
+        assert fake.assignment is not None
+        names = self.config.profile.block_names
+        blocks = [b for s in fake.assignment.span.stages for b in fake.assignment.stages[s].blocks]
+        return {names[b]: f"{names[b]}@{fake.version}" for b in blocks}
+
+    def route(self, first: Fake) -> tuple[Hop, ...]:
+        """From `first` through holders of what follows, the lowest id each time."""
+        assert first.assignment is not None
+        hops, stage, seen = [], 0, set()
+        worker = first.worker_id
+        spans = self.core.state.spans
+        while stage < len(self.stages):
+            if stage > 0:
+                worker = min(w for w, s in spans.items() if stage in s and w not in seen)
+            seen.add(worker)
+            hops.append(Hop(worker, stage, spans[worker].last_stage))
+            stage = spans[worker].last_stage + 1
+        return tuple(hops)
+
+    def _work(self, fake: Fake, lease: Lease) -> None:
+        route = self.route(fake)
+        if lease.key.kind is LeaseKind.TRAIN:
+            for hop in route:
+                for stage in range(hop.first_stage, hop.last_stage + 1):
+                    self.fakes[hop.worker_id].accumulated.setdefault(stage, set()).add(lease.key.index)
+            self.say(
+                fake, MicrobatchDone(lease.key, route, 64.0 * len(lease.samples), 64 * len(lease.samples))
+            )
+        else:
+            last = self.fakes[route[-1].worker_id]
+            self.say(
+                last,
+                MicrobatchDone(lease.key, route, 2.0 * 64 * len(lease.samples), 64 * len(lease.samples), 65),
+            )
+        self.say(fake, LeaseRequest(4))
+
+    def _exchange(self, fake: Fake, message: ExchangeOpened) -> None:
+        if message.purpose is ExchangePurpose.STATE:
+            self.say(fake, StateReport(fake.version, self.digests(fake)))
+            return
+        groups = []
+        for group in message.groups:
+            mine: set[int] = set()
+            if group.group.startswith("stage:"):
+                mine = fake.accumulated.get(int(group.group.removeprefix("stage:")), set())
+            groups.append(PreparedGroup(group.group, tuple(sorted(mine)), 99 + fake.digest_offset, 4.0))
+        self.say(fake, Prepared(message.step, message.attempt, tuple(groups)))
+
+
+def received(fake: Fake, kind: type) -> list[Any]:
+    return [message for message in fake.inbox if isinstance(message, kind)]
+
+
+def spoiled(message: Any, **changes: Any) -> Any:
+    return replace(message, **changes)
