@@ -145,6 +145,10 @@ def slots_that_fit(
     if need(1) > memory_bytes:
         return 0
     each = max(1, need(2) - need(1))
-    slots = min(slots_wanted, 1 + (memory_bytes - need(1)) // each)
-    # Rounding of the headroom can be one byte off.
-    return slots if slots == 1 or need(slots) <= memory_bytes else slots - 1
+    slots = max(1, min(slots_wanted, 1 + (memory_bytes - need(1)) // each))
+    # The headroom is rounded, so the division can be one off.
+    while slots < slots_wanted and need(slots + 1) <= memory_bytes:
+        slots += 1
+    while slots > 1 and need(slots) > memory_bytes:
+        slots -= 1
+    return slots

@@ -193,7 +193,8 @@ def parse_job(text: str, where: str = "job.toml") -> JobSpec:
     """As `load_job`, from the file's text; `where` names it in errors."""
     try:
         record = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        # Most are TOMLDecodeErrors; a number of 5000 digits and brackets 5000 deep are not.
         raise JobFileError(explain_syntax_error(error, where)) from None
     if "prepared" in record:
         raise JobFileError(f"{where}: [prepared] is for `starlings prepare` and cannot stand in a job file")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 ERRORS_SHOWN = 8
 
 
-def explain_syntax_error(error: tomllib.TOMLDecodeError, where: str) -> str:
+def explain_syntax_error(error: Exception, where: str) -> str:
     """`job.toml line 3, column 5: ...` for text that is no TOML."""
     match = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", str(error))
     if match is None:

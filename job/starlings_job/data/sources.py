@@ -33,6 +33,13 @@ class Document:
     byte_count: int
     # Line number for JSON lines, 0 for a whole file.
     line: int = 0
+    # Bytes that JSON's keys and quotes take, about.
+    overhead_bytes: int = 0
+
+    @property
+    def text_bytes(self) -> int:
+        """About how much text the document holds."""
+        return max(1, self.byte_count - self.overhead_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +114,8 @@ def _lines(path: Path, name: str) -> Iterator[Document]:
             if len(line) == LINE_LIMIT_BYTES:
                 raise JobFileError(f"{path} line {number} has more than {LINE_LIMIT_BYTES} bytes")
             if line.strip():
-                yield Document(f"{name}:{number}", path, offset, len(line), number)
+                overhead = len('{"prompt": "", "completion": ""}' if b'"prompt"' in line else '{"text": ""}')
+                yield Document(f"{name}:{number}", path, offset, len(line), number, overhead)
             offset += len(line)
 
 
@@ -144,20 +152,31 @@ class Split:
 def split_documents(documents: Sequence[Document], wanted_bytes: int, seed: int) -> Split:
     """Chooses whole documents by hash of their names until they have about `wanted_bytes`; at most a tenth of all.
 
-    Where whole documents do not do (one large file), the rest is the end of the largest.
+    Small documents first, so that many are represented and no single one decides what is measured; larger
+    ones where those do not suffice; where whole documents do not do at all (one large file), the end of the
+    largest.
     """
-    wanted = min(wanted_bytes, sum(d.byte_count for d in documents) // 10)
+    wanted = min(wanted_bytes, sum(d.text_bytes for d in documents) // 10)
+    order = sorted(range(len(documents)), key=lambda i: _key("held out", seed, documents[i].name))
     room, chosen = wanted, set[int]()
-    for index in sorted(range(len(documents)), key=lambda i: _key("held out", seed, documents[i].name)):
-        # A document a little too large is better than none.
-        if documents[index].byte_count <= room + wanted // 4 and len(chosen) + 1 < len(documents):
-            chosen.add(index)
-            room -= documents[index].byte_count
-        if room <= wanted // 20:
-            return Split(frozenset(chosen))
-    rest = [i for i in range(len(documents)) if i not in chosen and not documents[i].line]
-    if room <= wanted // 2 or not rest:
+    for largest_allowed in (wanted // 16, wanted // 4, wanted):
+        for index in order:
+            if room <= wanted // 20:
+                return Split(frozenset(chosen))
+            # A document a little too large is better than none.
+            fits = documents[index].text_bytes <= min(largest_allowed, room + wanted // 16)
+            if fits and index not in chosen and len(chosen) + 1 < len(documents):
+                chosen.add(index)
+                room -= documents[index].text_bytes
+    rest = [i for i in order if i not in chosen]
+    if room <= wanted // 2:
         return Split(frozenset(chosen))
+    if any(documents[i].line for i in rest):
+        if len(rest) == 1:
+            return Split(frozenset(chosen))
+        # Lines of JSON cannot be cut: the smallest that is left.
+        smallest = min(rest, key=lambda i: documents[i].text_bytes)
+        return Split(frozenset({*chosen, smallest}))
     largest = max(rest, key=lambda i: documents[i].byte_count)
     return Split(frozenset(chosen), largest, min(room, documents[largest].byte_count // 2))
 

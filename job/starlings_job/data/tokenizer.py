@@ -63,8 +63,8 @@ class HuggingFaceTokenizer:
         return str(self._fast.decode(list(tokens), skip_special_tokens=False))
 
 
-# Both have: kind, vocabulary_size, encode, and what is appended behind each file (`end_of_file`) and each line of
-# JSON (`end_of_line`).
+# Both have: kind, vocabulary_size, encode, and what is appended behind each file (`end_of_file`) and each
+# line of JSON (`end_of_line`).
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 

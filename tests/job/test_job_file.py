@@ -1,0 +1,174 @@
+"""job.toml: what is accepted, and that every refusal names line, key and what is allowed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from starlings_job.errors import JobFileError
+from starlings_job.presets import PRESETS
+from starlings_job.spec import JobSpec, load_job, parse_job
+
+MINIMAL = '[job]\nname = "demo"\ntokens = "0.8M"\n[model]\npreset = "tiny"\n'
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(JobFileError) as caught:
+        parse_job(text)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_defaults_are_filled_in() -> None:
+    job = parse_job(MINIMAL)
+    assert job.job.tokens == 800_000
+    assert job.data.sequence_length == 128
+    assert job.data.source == ("stdlib",)
+    assert job.train.batch == 16
+    assert job.microbatches_per_step == 4
+    assert job.tokens_per_step == 16 * 128
+    assert job.steps_total == 391
+    assert job.network.ports.control == 7700
+    assert job.swarm.settle_s == 10.0
+
+
+def test_the_preset_gives_the_sequence_length_unless_said() -> None:
+    assert parse_job(MINIMAL + "[data]\nsequence_length = 200\n").data.sequence_length == 200
+    assert parse_job(MINIMAL.replace("tiny", "small")).data.sequence_length == 256
+    shapes = parse_job(MINIMAL.replace("tiny", "shapes"))
+    assert shapes.data.source == ("shapes",)
+    assert shapes.tokens_per_sample == 1
+
+
+def test_microbatch_follows_batch_when_left_out() -> None:
+    assert parse_job(MINIMAL + "[train]\nbatch = 6\n").train.microbatch == 3
+    assert parse_job(MINIMAL + "[train]\nbatch = 7\n").train.microbatch == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (
+            "[train]\nbatchh = 3",
+            "job.toml line 7: [train] has no key 'batchh' (did you mean 'batch'?); allowed: schedule",
+        ),
+        (
+            "[trian]\nbatch = 3",
+            "line 6: there is no section [trian] (did you mean 'train'?); allowed: job, model",
+        ),
+        (
+            "[train]\nbatch = 10\nmicrobatch = 4",
+            "[train] batch = 10 is not a multiple of microbatch = 4; write batch = 12",
+        ),
+        ('[train]\nschedule = "async"', "line 7: [train] schedule: 'async' is not there yet"),
+        ('[train]\noptimizer = "lion"', "allowed: 'adamw' or 'sgd'"),
+        ("[train]\nlr = -1", "greater than 0"),
+        ("[train]\nlr = nan", "finite"),
+        ("[train]\nwarmup = 3.5", "whole number of steps"),
+        ('[exchange]\npreset = "pairs"', "come in later versions); write 'allreduce'"),
+        ("[exchange]\nevery = 50", "write 1"),
+        ('[exchange]\nrobust = "trimmed"', "write 'none'"),
+        ('[exchange]\ncodec = "topk:64/4096"', "unknown name 'topk'; allowed: exact, fp16, int8:BLOCK"),
+        ('[pipeline]\ncodec = "int4"', "line 7: [pipeline] codec: codec 'int4': unknown name"),
+        ('[bus]\nurl = "mqtt://x"', "leave [bus] out"),
+        ("[network.ports]\ncontrol = 70000", "[network.ports] control: "),
+        ("[network.ports]\ncontroll = 7", "[network.ports] has no key 'controll'"),
+        ('[network]\nhost = "a b"', "no host name or address"),
+        ('[data]\nformat = "csv"', "'text' or 'jsonl'"),
+        ("[data]\nsource = []", '"stdlib", "shapes", a glob'),
+        ('[data]\nlimit = "much"', 'such as 8000000, "8M" or "8MiB"'),
+        ('[data]\nsource = "shapes"', "belong together"),
+        ("[swarm]\nmin_workers = 0", "greater than or equal to 1"),
+        ("[checkpoint]\nkeep = true", "[checkpoint] keep"),
+        ("[prepared]\nmodel = {}", "[prepared] is for `starlings prepare`"),
+    ],
+)
+def test_refusals_say_what_is_allowed(extra: str, said: str) -> None:
+    assert said in refusal(MINIMAL + extra + "\n")
+
+
+def test_refusals_of_the_required_sections() -> None:
+    assert "line 3, column" in refusal('[job]\nname = "a"\ntokens = = 3\n')
+    assert "the section [model] is missing" in refusal('[job]\nname = "a"\ntokens = 3\n')
+    assert "[job] needs the key 'tokens'" in refusal('[job]\nname = "a"\n[model]\npreset = "tiny"\n')
+    assert "A-Z a-z 0-9" in refusal(MINIMAL.replace('"demo"', '"a/b"'))
+    assert "allowed: micro, shapes, small, tiny" in refusal(MINIMAL.replace("tiny", "huge"))
+    assert "it has none of them" in refusal(MINIMAL.replace('preset = "tiny"', "untie = true"))
+    assert "it has preset and config" in refusal(MINIMAL + 'config = "c.json"\n')
+    assert "positive whole number" in refusal(MINIMAL.replace('"0.8M"', "0"))
+    assert "must be a table" in refusal("job = 3\n" + '[model]\npreset = "tiny"\n')
+
+
+def test_several_faults_are_all_named() -> None:
+    text = refusal(MINIMAL + '[train]\nbatchh = 3\nlr = "x"\n[data]\nformat = 3\n')
+    assert len(text.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("800000", 800_000), ('"0.8M"', 800_000), ('"1_000"', 1000), ('"2k"', 2000), ('"1.5B"', 1_500_000_000)],
+)
+def test_counts_as_people_write_them(text: str, count: int) -> None:
+    assert parse_job(MINIMAL.replace('"0.8M"', text)).job.tokens == count
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("8000", 8000), ('"8M"', 8_000_000), ('"8MB"', 8_000_000), ('"8MiB"', 8 << 20)]
+)
+def test_bytes_as_people_write_them(text: str, count: int) -> None:
+    assert parse_job(MINIMAL + f"[data]\nlimit = {text}\n").data.limit == count
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(JobFileError, match="cannot read the job file"):
+        load_job(tmp_path / "absent.toml")
+    with pytest.raises(JobFileError, match="cannot read the job file"):
+        load_job(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b'[job]\nname = "\xe9"\n')
+    with pytest.raises(JobFileError, match="not UTF-8"):
+        load_job(tmp_path / "latin.toml")
+    (tmp_path / "job.toml").write_text(MINIMAL)
+    assert load_job(tmp_path / "job.toml") == parse_job(MINIMAL)
+
+
+def test_json_round_trip_and_digest() -> None:
+    job = parse_job(MINIMAL)
+    assert JobSpec.from_json(job.to_json()) == job
+    longer = parse_job(
+        MINIMAL.replace("0.8M", "2M") + '[network]\nhost = "10.0.0.1"\n[swarm]\nsettle_s = 0\n'
+    )
+    assert longer.digest() == job.digest()
+    assert longer.preparation_digest() == job.preparation_digest()
+    other = parse_job(MINIMAL + "[train]\nlr = 0.5\n")
+    assert other.digest() != job.digest()
+    assert other.preparation_digest() == job.preparation_digest()
+    assert parse_job(MINIMAL.replace("tiny", "micro")).preparation_digest() != job.preparation_digest()
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"\xff", b'{"job": 3}', b"{" * 100_000])
+def test_bytes_that_are_no_job_are_refused(data: bytes) -> None:
+    with pytest.raises(JobFileError):
+        JobSpec.from_json(data)
+
+
+def test_tiny_is_what_the_sheet_says() -> None:
+    assert PRESETS["tiny"].config["hidden_size"] == 128
+    assert PRESETS["tiny"].config["intermediate_size"] == 336
+    assert not PRESETS["tiny"].config["tie_word_embeddings"]
+
+
+def test_the_torch_free_modules_are_torch_free() -> None:
+    modules = (
+        "spec, schedule, sampling, state, profile, memory, records, data, checkpoint, export, prepared, "
+        "description, data.tokenizer, data.prepare_text, safetensors_io"
+    )
+    imports = ", ".join(f"starlings_job.{name.strip()}" for name in modules.split(","))
+    heavy = ("torch", "transformers", "tokenizers", "numpy")
+    code = f"import sys, {imports}; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.strip() == "[]", done.stderr
