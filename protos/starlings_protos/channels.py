@@ -121,7 +121,7 @@ def client_options(transport: Transport, server_name: str) -> Options:
 def server_options(transport: Transport) -> Options:
     return (
         *_shared_options(transport),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", _ms(transport.keepalive_s / 2)),
+        ("grpc.http2.min_ping_interval_without_data_ms", _ms(transport.keepalive_s / 2)),
         ("grpc.max_receive_message_length", transport.receive_limit_bytes),
         ("grpc.max_send_message_length", transport.send_limit_bytes),
         ("grpc.max_concurrent_streams", transport.stream_limit),

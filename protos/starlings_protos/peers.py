@@ -147,7 +147,13 @@ def _guarded(
 
         guarded = guarded_call
     else:
-        raise TypeError(f"{behaviour!r} is neither a coroutine function nor an async generator")
+        # Our servicers are asynchronous; what is not is the generated method that nobody has overridden.
+
+        async def not_there(request: Any, context: Context) -> None:
+            await check(context)
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "This version does not offer this call.")
+
+        guarded = not_there
     wrapped: grpc.RpcMethodHandler[Any, Any] = make(
         guarded,
         request_deserializer=handler.request_deserializer,

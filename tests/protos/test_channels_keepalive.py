@@ -1,0 +1,114 @@
+"""Idle connections live: both sides' keepalive comes from one constant, so nobody is cut off with `too_many_pings`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from starlings_protos import channels, control_pb2, control_pb2_grpc
+from starlings_protos.authority import CertificateAuthority
+from starlings_protos.identity import COORDINATOR, OWNER, Identity
+from starlings_protos.peers import CONTROL_POLICY, RoleGuard
+
+# As in the product, twenty times faster. gRPC's client keeps a second between two pings all the same.
+FAST = replace(channels.CONTROL, keepalive_s=0.5, keepalive_timeout_s=20.0)
+
+
+class _Idle(control_pb2_grpc.ControlServicer):
+    async def Status(self, request, context):
+        return control_pb2.StatusReply(job="idle")
+
+
+async def _serve(identity: Identity, transport: channels.Transport) -> tuple[grpc.aio.Server, int]:
+    server = channels.make_server(transport, (RoleGuard(CONTROL_POLICY),))
+    control_pb2_grpc.add_ControlServicer_to_server(_Idle(), server)
+    port = channels.bind(server, "127.0.0.1", 0, channels.server_credentials(identity))
+    await server.start()
+    return server, port
+
+
+async def _connected(port: int, identity: Identity, count: int) -> list[grpc.aio.Channel]:
+    opened = [channels.control_channel(f"127.0.0.1:{port}", identity, FAST) for _ in range(count)]
+    for channel in opened:
+        reply = await control_pb2_grpc.ControlStub(channel).Status(control_pb2.StatusRequest(), timeout=30)
+        assert reply.job == "idle"
+    return opened
+
+
+async def _first_to_leave_ready(opened: list[grpc.aio.Channel], within_s: float) -> int:
+    """How many of the channels lost their connection within the time."""
+
+    async def lost(channel: grpc.aio.Channel) -> None:
+        state = channel.get_state()
+        while state == grpc.ChannelConnectivity.READY:
+            await channel.wait_for_state_change(state)
+            state = channel.get_state()
+
+    tasks = [asyncio.create_task(lost(channel)) for channel in opened]
+    done, pending = await asyncio.wait(tasks, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    return len(done)
+
+
+async def _close(opened: list[grpc.aio.Channel], server: grpc.aio.Server) -> None:
+    await asyncio.gather(*(channel.close() for channel in opened))
+    await server.stop(0)
+
+
+@pytest.fixture(scope="module")
+def identities() -> tuple[Identity, Identity]:
+    authority = CertificateAuthority.create("job", time.time())
+    return authority.issue_identity(COORDINATOR, time.time()), authority.issue_identity(OWNER, time.time())
+
+
+async def test_200_idle_connections_are_kept(identities: tuple[Identity, Identity]):
+    server, port = await _serve(identities[0], FAST)
+    opened = await _connected(port, identities[1], 200)
+    try:
+        # Five pings each; the third early one would end a connection, as the next test shows.
+        assert await _first_to_leave_ready(opened, within_s=5.5) == 0
+        assert all(channel.get_state() == grpc.ChannelConnectivity.READY for channel in opened)
+    finally:
+        await _close(opened, server)
+
+
+async def test_the_test_would_notice(identities: tuple[Identity, Identity]):
+    """A server that expects rarer pings does cut them off."""
+    server, port = await _serve(identities[0], replace(FAST, keepalive_s=600.0))
+    opened = await _connected(port, identities[1], 1)
+    try:
+        assert await _first_to_leave_ready(opened, within_s=10.0) == 1
+    finally:
+        await _close(opened, server)
+
+
+def test_every_option_is_one_that_grpc_knows():
+    """It ignores a misspelt one without a word."""
+    library = Path(grpc._cython.cygrpc.__file__).read_bytes()
+    for transport in (channels.ENROLMENT, channels.CONTROL, channels.DATA):
+        for name, _ in (*channels.client_options(transport, "x"), *channels.server_options(transport)):
+            assert name.encode() in library, name
+
+
+def test_what_both_sides_say_fits_together():
+    for transport in (channels.ENROLMENT, channels.CONTROL, channels.DATA):
+        client, server = (
+            dict(channels.client_options(transport, "x.w.starlings")),
+            dict(channels.server_options(transport)),
+        )
+        pings_every = client["grpc.keepalive_time_ms"]
+        assert server["grpc.http2.min_ping_interval_without_data_ms"] <= pings_every / 2
+        assert server["grpc.keepalive_permit_without_calls"] == 1
+        assert client["grpc.max_send_message_length"] == server["grpc.max_receive_message_length"]
+        assert client["grpc.max_receive_message_length"] == server["grpc.max_send_message_length"]
+        assert server["grpc.so_reuseport"] == 0
+    assert dict(channels.server_options(channels.CONTROL))["grpc.max_receive_message_length"] == 4 << 20
+    assert dict(channels.server_options(channels.DATA))["grpc.max_receive_message_length"] == 2 << 20
