@@ -39,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clean environment with the wheel. Its dependencies are those of the running one, by a path file: torch is large.
+    """A clean environment with the wheel. Its dependencies are the running one's, by a path file: torch is large.
 
     Path files of an environment reached by a path file are not read, so the editable install does not leak
     in.

@@ -97,12 +97,17 @@ class Swarm:
                 self._said.put(record)
         self._said.put(None)
 
-    def start_worker(self, invite: str, arguments: Sequence[str]) -> Child:
+    def start_worker(
+        self, invite: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> Child:
         """Runs `starlings join ARGUMENTS`; the invite goes by environment, so that it is in no process list."""
         name = f"worker {len(self.workers) + 1}"
         where = self.directory / "workers" / str(len(self.workers) + 1)
         child = self._start(
-            name, ["join", "--dir", str(where), *arguments], {"STARLINGS_INVITE": invite}, read=False
+            name,
+            ["join", "--dir", str(where), *arguments],
+            {"STARLINGS_INVITE": invite, **(environment or {})},
+            read=False,
         )
         self.workers.append(child)
         return child

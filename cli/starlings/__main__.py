@@ -1,0 +1,5 @@
+"""`python -m starlings`."""
+
+from starlings.main import main
+
+main()
