@@ -708,7 +708,10 @@ class StateReport(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     BLOCK_DIGESTS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     version: _builtins.int
+    attempt: _builtins.int
+    """The attempt in which it was asked for, or averaged: a report from before a new attempt may come late."""
     @_builtins.property
     def block_digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """As in Ready."""
@@ -718,10 +721,11 @@ class StateReport(_message.Message):
         *,
         version: _builtins.int = ...,
         block_digests: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_digests", b"block_digests", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_digests", b"block_digests", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -189,6 +189,7 @@ class Prepared:
 class StateReport:
     version: int
     block_digests: Mapping[str, str]
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

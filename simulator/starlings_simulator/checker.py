@@ -48,6 +48,8 @@ class Checker:
         self.highest_version = version
         self.committed = {step: commit for step, commit in self.committed.items() if step < version}
         self.states = {key: state for key, state in self.states.items() if key[0] <= version}
+        self.leased = {key: holder for key, holder in self.leased.items() if key.step < version}
+        self.finished = {key for key in self.finished if key.step < version}
 
     def step_committed(self, message: StepCommitted) -> None:
         known = self.committed.setdefault(message.step, message)

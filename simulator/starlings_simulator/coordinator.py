@@ -55,6 +55,8 @@ class CoordinatorCore(Protocol):
 
     def validate(self) -> None: ...
 
+    def waiting_words(self) -> str: ...
+
 
 class Coordinator:
     def __init__(

@@ -1,14 +1,34 @@
-"""Which coordinator a simulation runs."""
+"""Which coordinator a simulation runs: the real core, or its stand-in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from starlings_coordinator.core.config import CoreConfig, Timings
+from starlings_coordinator.core.core import Core
+from starlings_job.profile import BlockProfile, Profile
+from starlings_job.spec import JobSpec, parse_job
 from starlings_simulator.coordinator import CoordinatorCore
 from starlings_simulator.scenario import Scenario
 from starlings_simulator.standin import StandIn
 
 SAMPLES_PER_MICROBATCH = 2
+SEQUENCE_LENGTH = 16
+HELD_OUT = 6
+# Shorter than in real life, so that a virtual hour does not have to pass before a verdict.
+TIMINGS = Timings(
+    heartbeat_least_s=1.0,
+    silence_least_s=4.0,
+    load_s=60.0,
+    probe_s=30.0,
+    exchange_s=20.0,
+    digest_s=30.0,
+    lease_s=60.0,
+    forward_lease_s=30.0,
+    save_s=30.0,
+    plan_s=30.0,
+    retry_s=2.0,
+)
 
 
 def standin_core(
@@ -24,4 +44,54 @@ def standin_core(
     )
 
 
-CORES = {"standin": standin_core}
+def job_of(scenario: Scenario) -> JobSpec:
+    batch = scenario.microbatches * SAMPLES_PER_MICROBATCH
+    return parse_job(
+        f"""
+        [job]
+        name = "simulated"
+        seed = {scenario.seed}
+        tokens = {scenario.steps * batch * SEQUENCE_LENGTH}
+        [model]
+        preset = "micro"
+        [data]
+        sequence_length = {SEQUENCE_LENGTH}
+        [train]
+        batch = {batch}
+        microbatch = {SAMPLES_PER_MICROBATCH}
+        [swarm]
+        min_workers = 1
+        settle_s = 1
+        [checkpoint]
+        every = {scenario.checkpoint_every}
+        """
+    )
+
+
+def profile_of(scenario: Scenario, names: tuple[str, ...]) -> Profile:
+    """Blocks of one kind, so that the probe's figures are the scenario's seconds per block."""
+    blocks = tuple(BlockProfile(name, "block", 1000, 1000, 10**6, 4096, 1024, 4096) for name in names)
+    return Profile(blocks, "llama", SEQUENCE_LENGTH, 256, 4 * SEQUENCE_LENGTH, 1000 if scenario.tied else 0)
+
+
+def config_of(
+    scenario: Scenario, names: tuple[str, ...], count_targets: Callable[[Sequence[int]], int]
+) -> CoreConfig:
+    return CoreConfig(
+        job_of(scenario),
+        profile_of(scenario, names),
+        population=997,
+        held_out_count=HELD_OUT,
+        count_targets=count_targets,
+        timings=TIMINGS,
+        generated_tokens=5,
+    )
+
+
+def real_core(
+    scenario: Scenario, names: tuple[str, ...], count_targets: Callable[[Sequence[int]], int]
+) -> CoordinatorCore:
+    return Core(config_of(scenario, names, count_targets))
+
+
+CORES = {"real": real_core, "standin": standin_core}

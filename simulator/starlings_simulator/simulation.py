@@ -225,7 +225,7 @@ class Simulation:
         if ended is not None:
             verdict, reason = ("done" if ended.exit_code == 0 else "failed"), ended.reason
         else:
-            reason = waiting_reason(self.core, self.world.now_s)
+            reason = self.core.waiting_words()
             verdict = "waiting" if reason else "hung"
         restarts = sum(
             host.engine.core.counters["restarts"] for host in self.hosts.values() if host.engine is not None
@@ -251,9 +251,3 @@ def block_names(count: int) -> tuple[str, ...]:
 
 def count_targets(samples: Sequence[int]) -> int:
     return TARGETS_PER_SAMPLE * len(samples)
-
-
-def waiting_reason(core: CoordinatorCore, now_s: float) -> str:
-    """What the job says it waits for; empty when it claims to be moving."""
-    phase = getattr(core, "phase", None)
-    return f"{phase}" if phase == "gathering" else ""

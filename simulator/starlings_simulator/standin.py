@@ -133,6 +133,9 @@ class StandIn:
         assert not set(self.leased) & set(self.pool)
         assert not set(self.done) & set(self.pool)
 
+    def waiting_words(self) -> str:
+        return "waiting for workers" if self.phase == "gathering" else ""
+
     @property
     def holders(self) -> dict[WorkerId, Member]:
         return {

@@ -141,7 +141,9 @@ class Device:
 
     def open(self, group: ExchangeGroup, purpose: ExchangePurpose, position: int) -> None:
         own: Piece
-        if purpose is ExchangePurpose.STATE:
+        if purpose is ExchangePurpose.STATE and group.group == "tied":
+            own = ()  # The states of both ends speak for their copies.
+        elif purpose is ExchangePurpose.STATE:
             stage = self.stages[int(group.group.partition(":")[2])]
             own = ((tuple((block, self.states[block]) for block in stage.blocks), 1.0),)
         elif group.group == "tied":
@@ -224,7 +226,9 @@ class Device:
         """The weighted mean of equal states is that state; of different ones it is a new state, the same for
         all.
         """
-        for vector in self.vectors.values():
+        for name, vector in self.vectors.items():
+            if name == "tied":
+                continue
             assert vector.assembled is not None
             kinds = [dict(states) for states, _ in vector.assembled if not isinstance(states[0], str)]
             for block in self.stages[int(vector.group.group.partition(":")[2])].blocks:

@@ -227,6 +227,10 @@ class Finishing:
         if message.version != core.state.step or member.worker_id not in core.state.spans:
             core.dropped_messages += 1
             return
+        # A report from before the present attempt says nothing about what was averaged since.
+        if core.phase is Phase.FINISHING and message.attempt != core.state.attempt:
+            core.dropped_messages += 1
+            return
         self._reports[member.worker_id] = message
         if not all(worker_id in self._reports for worker_id in core.state.spans):
             return

@@ -119,8 +119,6 @@ class WorkerCore:
         self._loaded_digests: tuple[int, dict[str, str]] = (-1, {})
         self._load_failures = 0
         self._load_again_at_s: float | None = None
-        # A plan that changed only peers is answered with Ready once the state is digested.
-        self._ready_wanted = False
         self._leaving: tuple[str, float] | None = None
         # What the coordinator still owes of the last LeaseRequest, and when that was sent.
         self._wish_open = 0
@@ -255,7 +253,7 @@ class WorkerCore:
             case StepApplied():
                 self.training.applied(event, self._plan_version, now_s)
             case StateDigested():
-                self._state_digested(event)
+                self.training.state_digested(event)
             case _:
                 assert_never(event)
 
@@ -306,7 +304,6 @@ class WorkerCore:
             # Said again after a reconnection.
             if self.loaded:
                 self.training.raise_attempt(new.step, new.attempt)
-                self._ready_wanted = True
                 self._report_ready()
             return
         self.standby_reason = ""
@@ -331,7 +328,6 @@ class WorkerCore:
         )
         self._effects.append(UpdatePeers(new))
         training.raise_attempt(new.step, new.attempt)
-        self._ready_wanted = True
         self._report_ready()
 
     def _begin_load(self, assignment: Assignment) -> None:
@@ -345,7 +341,6 @@ class WorkerCore:
         """Nothing of the present assignment matters any more."""
         self.assignment = None
         self.loaded = False
-        self._ready_wanted = False
         self._load_again_at_s = None
         self._wish_open = 0
         self.outbox.forget_all()
@@ -368,7 +363,6 @@ class WorkerCore:
         self.training.begin((assignment.step, assignment.attempt), event.version)
         self.loaded = True
         self._loaded_digests = (event.version, dict(event.block_digests))
-        self._ready_wanted = True
         self._report_ready()
 
     def _load_failed(self, event: LoadFailed, now_s: float) -> None:
@@ -383,19 +377,10 @@ class WorkerCore:
         self._load_again_at_s = now_s + delay_s
 
     def _report_ready(self) -> None:
-        """Say Ready with the digests of what is here, computing them first when the weights have moved on."""
+        """Say Ready while the loaded version is the present one; later nobody waits for it."""
         version, digests = self._loaded_digests
-        if self.training.version == version and not self.training.applying:
-            self._ready_wanted = False
+        if self.training.version == version and self.training.commit is None:
             self.outbox.say(Ready(self._plan_version, version, digests))
-        else:
-            self.training.digest(snapshot=False)
-
-    def _state_digested(self, event: StateDigested) -> None:
-        self._loaded_digests = (event.version, dict(event.block_digests))
-        if self._ready_wanted and event.version == self.training.version:
-            self._report_ready()
-        self.training.state_digested(event)
 
     # ------------------------------------------------------------------ leases
 

@@ -8,7 +8,7 @@ StepCommitted(s) ends step s here; what came early for step s + 1 waits until th
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 from starlings_protos.messages import (
@@ -88,6 +88,8 @@ class Training:
         self.next_opened: ExchangeOpened | None = None
         self.next_attempt = 0
         self.wanted: StateWanted | None = None
+        # The attempts in which digests and averages were ordered of the device, oldest first.
+        self._digest_attempts: deque[int] = deque()
 
     @property
     def epoch(self) -> Epoch:
@@ -102,6 +104,7 @@ class Training:
         self.next_opened = None
         self.next_attempt = 0
         self.wanted = None
+        self._digest_attempts.clear()
         self._parts.clear()
         self._table.begin_epoch(epoch)
 
@@ -180,15 +183,12 @@ class Training:
         self.wanted = message
         self._digest_if_possible()
 
-    def digest(self, *, snapshot: bool) -> None:
-        """Ask for a digest of what the device will hold when its queue has run."""
-        effect = DigestState(self.version + 1 if self.applying else self.version, snapshot)
-        if effect not in self._device.waiting:
-            self._device.push(effect)
-
     def _digest_if_possible(self) -> None:
-        if self.wanted is not None and self.wanted.version == self.version and self.commit is None:
-            self.digest(snapshot=self.wanted.snapshot)
+        wanted = self.wanted
+        if wanted is None or wanted.version != self.version or self.commit is not None:
+            return
+        self._digest_attempts.append(self.epoch[1])
+        self._device.push(DigestState(wanted.version, wanted.snapshot))
 
     # ------------------------------------------------------------------ parts coming in
 
@@ -274,8 +274,9 @@ class Training:
         self._digest_if_possible()
 
     def state_digested(self, event: StateDigested) -> None:
+        attempt = self._digest_attempts.popleft()
         if self.wanted is not None and self.wanted.version == event.version == self.version:
-            self._outbox.say(StateReport(event.version, event.block_digests))
+            self._outbox.say(StateReport(event.version, event.block_digests, attempt))
 
     def _apply_if_possible(self) -> None:
         matching = self.round
@@ -298,6 +299,7 @@ class Training:
         if matching.assembled and matching.delivered:
             matching.closed = True
             snapshot = self.wanted is not None and self.wanted.snapshot
+            self._digest_attempts.append(self.epoch[1])
             self._device.push(AdoptState(self.version, snapshot))
 
     def _round_of(
