@@ -235,6 +235,11 @@ class Core:
         return self.phase in (Phase.LOADING, Phase.TRAINING, Phase.FINISHING)
 
     @property
+    def plan_is_shown(self) -> bool:
+        """Also after the end, when people ask who held what."""
+        return self.plan_is_live or self.phase in (Phase.DONE, Phase.FAILED)
+
+    @property
     def holders(self) -> tuple[Member, ...]:
         """Members that hold a span of the live plan, sorted by id."""
         if not self.plan_is_live:

@@ -23,7 +23,7 @@ def gossip_peers(worker_id: WorkerId, span: Span, spans: Mapping[WorkerId, Span]
 
 def worker_status(core: Core, member: Member, elapsed_s: float) -> WorkerStatus:
     state, worker_id = core.state, member.worker_id
-    span = state.spans.get(worker_id) if core.plan_is_live else None
+    span = state.spans.get(worker_id) if core.plan_is_shown else None
     tokens = state.worker_tokens.get(worker_id, 0)
     return WorkerStatus(
         worker_id,
