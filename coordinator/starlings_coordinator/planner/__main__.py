@@ -1,8 +1,9 @@
-"""The planner's process: a ToPlanner comes in, a FromPlanner goes out, until the pipe ends."""
+"""The planner's process: a ToPlanner comes in, a FromPlanner goes out, one at a time, until the pipe ends."""
 
 from __future__ import annotations
 
 import sys
+import traceback
 
 from starlings_coordinator.planner.plan import make_plan
 from starlings_job.profile import Profile, ProfileError
@@ -12,26 +13,33 @@ from starlings_protos.messages import PlanReply, PlanRequest
 from starlings_protos.process_pb2 import FromPlanner, ToPlanner
 
 
-def answer(request: PlanRequest) -> PlanReply:
-    """Never raises: a planner that cannot plan says so."""
+def answer(message: ToPlanner) -> PlanReply:
+    """Never raises: a planner that cannot plan says so, and is there for the next request."""
+    request_id = message.plan.request_id
     try:
+        request = from_proto(message.plan, PlanRequest)
         return make_plan(request, Profile.from_json(request.profile_json))
     except ProfileError as error:
-        return PlanReply(request.request_id, impossible=f"the model's profile is unreadable: {error}")
-    except (ArithmeticError, ValueError) as error:
-        return PlanReply(request.request_id, impossible=f"the planner failed: {error}")
+        return PlanReply(request_id, impossible=f"the model's profile is unreadable: {error}")
+    except Exception as error:
+        # To the coordinator's log, whoever looks for the cause needs it.
+        traceback.print_exc(file=sys.stderr)
+        return PlanReply(request_id, impossible=f"the planner failed: {type(error).__name__}: {error}")
 
 
 def main() -> int:
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     # A stray print must not get between two messages.
     sys.stdout = sys.stderr
-    while (message := pipes.read_blocking(source, ToPlanner)) is not None:
-        reply = answer(from_proto(message.plan, PlanRequest))
-        envelope = FromPlanner()
-        to_proto(reply, envelope.plan)
-        pipes.write(sink, envelope)
-        sink.flush()
+    try:
+        while (message := pipes.read_blocking(source, ToPlanner)) is not None:
+            envelope = FromPlanner()
+            to_proto(answer(message), envelope.plan)
+            pipes.write(sink, envelope)
+            sink.flush()
+    except (pipes.PipeError, BrokenPipeError) as error:
+        print(f"planner: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -1,16 +1,20 @@
-"""The workers as the planner sees them: seconds and bytes per run of blocks, read off the request once."""
+"""The workers as the planner sees them: how long a run of blocks takes each, and how each could hold it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
-from starlings_job.memory import slots_that_fit, stage_memory
+from starlings_job.memory import stage_memory
 from starlings_job.profile import Profile
-from starlings_protos.messages import PlanRequest, PlanWorker, Stage, WorkerId
+from starlings_protos.messages import PlanRequest, PlanWorker, Span, Stage, WorkerId
 
-# Microbatches that a worker holds at once at most: enough to keep it busy while others are on their way.
+# Microbatches that a worker holds at once at most: enough to be busy while others are on their way.
 SLOTS_MOST = 8
+# With a single slot a worker waits for every transfer instead of working meanwhile.
+ONE_SLOT_FACTOR = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,68 +26,79 @@ class Holding:
     memory_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A span that a worker could take. `seconds`: forward plus backward of one microbatch, per stage of the span."""
+
+    span: Span
+    seconds: tuple[float, ...]
+    holding: Holding
+
+    def second_of(self, stage: int) -> float:
+        return self.seconds[stage - self.span.first_stage]
+
+
 class Fleet:
-    """Answers: how long does worker w take for a block, and how could it hold blocks a..b?"""
+    """Reads everything off the request once. Workers are sorted, so that nothing depends on who joined first.
+
+    A worker whose measurements are unusable has no options (`unmeasured` says what is wrong with them).
+    """
 
     def __init__(self, request: PlanRequest, profile: Profile) -> None:
         self.request = request
         self.profile = profile
-        # Sorted, so that the answer does not depend on who joined first.
-        self.workers: tuple[PlanWorker, ...] = tuple(sorted(request.workers, key=lambda w: w.worker_id))
-        self._seconds = {w.worker_id: self._block_seconds(w) for w in self.workers}
-        self._holdings: dict[tuple[WorkerId, int, int], Holding | None] = {}
+        self.unmeasured: dict[WorkerId, str] = {}
+        self._forward: dict[WorkerId, list[float]] = {}
+        self._both: dict[WorkerId, list[float]] = {}
+        self._needs: dict[tuple[int, int, bool], tuple[int, int]] = {}
+        workers = []
+        for worker in sorted(request.workers, key=lambda w: w.worker_id):
+            flaw = self._read(worker)
+            if flaw:
+                self.unmeasured[worker.worker_id] = flaw
+            else:
+                workers.append(worker)
+        self.workers: tuple[PlanWorker, ...] = tuple(workers)
 
-    def _block_seconds(self, worker: PlanWorker) -> tuple[float, ...]:
-        """Forward plus backward of one microbatch, per block; a kind not measured is scaled by its arithmetic."""
-        measured = {
-            kind: worker.forward_seconds[kind] + worker.backward_seconds.get(kind, 0.0)
-            for kind in worker.forward_seconds
-        }
-        flops = {block.kind: max(1, block.flops_per_sample) for block in self.profile.blocks}
-        known = [measured[kind] / flops[kind] for kind in measured if kind in flops and measured[kind] > 0]
-        per_flop = sum(known) / len(known) if known else 1e-12
-        return tuple(
-            max(measured.get(block.kind, 0.0), 1e-9)
-            if block.kind in measured
-            else per_flop * flops[block.kind]
-            for block in self.profile.blocks
-        )
+    def _read(self, worker: PlanWorker) -> str:
+        """Prefix sums of the seconds per block; why the measurements cannot be used, or ""."""
+        forward, both = [], []
+        for block in self.profile.blocks:
+            ahead, back = worker.forward_seconds.get(block.kind), worker.backward_seconds.get(block.kind)
+            if ahead is None or back is None:
+                return f"its probe did not measure blocks of kind {block.kind!r}"
+            if not (math.isfinite(ahead) and math.isfinite(back) and ahead >= 0 and back >= 0):
+                return f"its probe reports impossible seconds for blocks of kind {block.kind!r}"
+            # A clock too coarse for a small block must not make it free.
+            forward.append(max(ahead, 1e-7))
+            both.append(max(ahead, 1e-7) + max(back, 1e-7))
+        self._forward[worker.worker_id] = [0.0, *accumulate(forward)]
+        self._both[worker.worker_id] = [0.0, *accumulate(both)]
+        return ""
 
-    def stage_seconds(self, worker_id: WorkerId, stages: Sequence[Stage]) -> tuple[float, ...]:
-        seconds = self._seconds[worker_id]
-        return tuple(sum(seconds[b] for b in stage.blocks) for stage in stages)
+    # ------------------------------------------------------------------ time
 
     def whole_seconds(self, worker_id: WorkerId) -> float:
-        return sum(self._seconds[worker_id])
+        return self._both[worker_id][-1]
 
-    def holding(self, worker: PlanWorker, first_block: int, last_block: int) -> Holding | None:
-        """None when not even one microbatch fits beside the blocks, also with recomputation."""
-        key = (worker.worker_id, first_block, last_block)
-        if key not in self._holdings:
-            self._holdings[key] = self._find_holding(worker, first_block, last_block)
-        return self._holdings[key]
+    def typical_block_seconds(self) -> list[float]:
+        """Seconds per block of a worker of median speed."""
+        ranked = sorted(self.workers, key=lambda w: (self.whole_seconds(w.worker_id), w.worker_id))
+        sums = self._both[ranked[len(ranked) // 2].worker_id]
+        return [after - before for before, after in pairwise(sums)]
 
-    def _find_holding(self, worker: PlanWorker, first_block: int, last_block: int) -> Holding | None:
-        request = self.request
-        wanted = min(SLOTS_MOST, max(2, request.microbatches_per_step))
-        found: Holding | None = None
-        # Recomputation costs a second forward: only where fewer than two microbatches fit without.
-        for recompute in (False, True):
-            slots = slots_that_fit(
-                self.profile,
-                first_block,
-                last_block,
-                per_parameter=request.bytes_per_parameter,
-                microbatch=request.microbatch,
-                memory_bytes=worker.memory_bytes,
-                slots_wanted=wanted,
-                recompute=recompute,
-            )
-            if slots > (found.slots if found is not None else 0):
-                found = Holding(slots, recompute, self.need_bytes(first_block, last_block, slots, recompute))
-            if slots >= min(2, wanted):
-                break
-        return found
+    def _stage_seconds(self, worker_id: WorkerId, stage: Stage, holding: Holding) -> float:
+        first, end = stage.first_block, stage.last_block + 1
+        seconds = self._both[worker_id][end] - self._both[worker_id][first]
+        if holding.recompute:
+            seconds += self._forward[worker_id][end] - self._forward[worker_id][first]
+        return seconds * (ONE_SLOT_FACTOR if holding.slots == 1 else 1.0)
+
+    # ------------------------------------------------------------------ memory
+
+    def block_bytes(self) -> list[float]:
+        """Bytes per block while it is trained, one microbatch in flight."""
+        return [float(self.need_bytes(b, b)) for b in range(len(self.profile.blocks))]
 
     def need_bytes(self, first_block: int, last_block: int, slots: int = 1, recompute: bool = False) -> int:
         return stage_memory(
@@ -95,3 +110,92 @@ class Fleet:
             slots=slots,
             recompute=recompute,
         ).total
+
+    def least_bytes(self, first_block: int, last_block: int) -> int:
+        """The least with which anybody could hold the blocks."""
+        return min(self.need_bytes(first_block, last_block, 1, again) for again in (False, True))
+
+    def holding(self, memory_bytes: int, first_block: int, last_block: int, stages: int) -> Holding | None:
+        """How a device of `memory_bytes` holds the blocks as `stages` stages; None when not even one microbatch fits.
+
+        Recomputation costs a second forward: only where fewer than two microbatches fit without.
+        """
+        whole = (first_block, last_block) == (0, len(self.profile.blocks) - 1)
+        wanted = 2 if whole and stages == 1 else min(SLOTS_MOST, stages + 3)
+        wanted = min(wanted, max(2, self.request.microbatches_per_step))
+        best = (0, False)
+        for recompute in (False, True):
+            least, each = self._need(first_block, last_block, recompute)
+            fitting = 0 if least > memory_bytes else min(wanted, 1 + (memory_bytes - least) // each)
+            if fitting > best[0]:
+                best = (fitting, recompute)
+            if fitting >= 2:
+                break
+        if best[0] == 0:
+            return None
+        slots, recompute = useful_slots(best[0], stages), best[1]
+        least, each = self._need(first_block, last_block, recompute)
+        return Holding(slots, recompute, least + (slots - 1) * each)
+
+    def _need(self, first_block: int, last_block: int, recompute: bool) -> tuple[int, int]:
+        """Bytes with one microbatch in flight, and for each further one (rounded up): the account is linear in them."""
+        key = (first_block, last_block, recompute)
+        known = self._needs.get(key)
+        if known is None:
+            one, two = (self.need_bytes(first_block, last_block, slots, recompute) for slots in (1, 2))
+            known = self._needs[key] = (one, max(1, two - one + 1))
+        return known
+
+    # ------------------------------------------------------------------ options
+
+    def options(self, worker: PlanWorker, stages: Sequence[Stage]) -> tuple[Option, ...]:
+        """The longest spans from each stage on: holding more stages never slows a plan down.
+
+        Per first stage at most two: as far as it goes at full speed, and farther with recomputation or a single slot.
+        """
+        found: dict[Span, Option] = {}
+        for full_speed in (True, False):
+            end = -1
+            for first in range(len(stages)):
+                # What ends where an earlier start ended too is only a part of that.
+                last = self._furthest(worker.memory_bytes, stages, first, end, full_speed)
+                if last > end:
+                    end = last
+                    found.setdefault(Span(first, last), self._option(worker, stages, Span(first, last)))
+        return tuple(found.values())
+
+    def _furthest(
+        self, memory_bytes: int, stages: Sequence[Stage], first: int, known: int, full_speed: bool
+    ) -> int:
+        """The last stage of the longest span from `first` on if it goes beyond `known`, else `known`."""
+        last = known
+        while last + 1 < len(stages):
+            following = max(last + 1, first)
+            holding = self.holding(
+                memory_bytes,
+                stages[first].first_block,
+                stages[following].last_block,
+                following - first + 1,
+            )
+            if holding is None or (full_speed and (holding.recompute or holding.slots == 1)):
+                break
+            last = following
+        return last
+
+    def _option(self, worker: PlanWorker, stages: Sequence[Stage], span: Span) -> Option:
+        first, last = stages[span.first_stage].first_block, stages[span.last_stage].last_block
+        holding = self.holding(worker.memory_bytes, first, last, len(span.stages))
+        assert holding is not None
+        seconds = tuple(self._stage_seconds(worker.worker_id, stages[s], holding) for s in span.stages)
+        return Option(span, seconds, holding)
+
+
+def useful_slots(slots: int, stages: int) -> int:
+    """Slots worth having of those that fit.
+
+    The worker keeps one slot free per deeper stage as soon as it has as many slots as stages (against deadlock), so
+    that with barely as many only one microbatch could enter; with one slot fewer than stages there is no reserve, and
+    all of them are of use.
+    """
+    entering = slots - (stages - 1)
+    return stages - 1 if slots >= stages and stages - 1 > max(1, entering) else slots

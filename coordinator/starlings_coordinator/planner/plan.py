@@ -6,120 +6,116 @@ priced yet). Of cuts that are nearly as fast, the one with fewest stages wins: e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from starlings_coordinator.planner.cuts import balanced_cut
+from starlings_coordinator.planner.cuts import candidate_cuts
 from starlings_coordinator.planner.fleet import Fleet
-from starlings_coordinator.planner.search import feasible_spans, find_spans
-from starlings_coordinator.planner.throughput import Flow, solve_flow
+from starlings_coordinator.planner.search import Found, Options, improve, seed_choice
+from starlings_coordinator.planner.throughput import solve_flow
+from starlings_coordinator.planner.words import binding_words, idle_words, shortage_words
 from starlings_job.profile import Profile
-from starlings_protos.messages import PlannedWorker, PlanReply, PlanRequest, Span, Stage, WorkerId
+from starlings_protos.messages import PlannedWorker, PlanReply, PlanRequest, PlanWorker, Stage
 
-# More stages than this are not tried: the search would be slow, and boundaries cost more than balance gains.
-STAGES_MOST = 24
-# A cut with more stages must be this much faster per further stage.
-GAIN_PER_STAGE = 0.01
+# A further stage must make the plan this much faster.
+GAIN_PER_STAGE = 0.005
+# A plan in which every worker that can hold anything holds something is taken when it is this near the fastest.
+INCLUSIVE_WITHIN = 0.9
+# Cuts whose best choice is improved by local search, and linear programmes for each; fewer for big fleets.
+IMPROVED_CUTS = 4
+SOLVES = 40
+# Linear programmes get slow beyond this many (worker, stage) pairs: a second each at 20,000.
+PAIRS_CHEAP = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     stages: tuple[Stage, ...]
-    spans: dict[WorkerId, Span]
-    flow: Flow
+    options: Options
+    found: Found
 
     @property
     def score(self) -> float:
-        return self.flow.microbatches_per_s * (1 - GAIN_PER_STAGE * (len(self.stages) - 1))
+        return self.found.score * max(0.5, 1 - GAIN_PER_STAGE * (len(self.stages) - 1))
+
+    @property
+    def pairs(self) -> int:
+        return sum(len(option.span.stages) for option in self.found.choice.values())
 
 
 def make_plan(request: PlanRequest, profile: Profile) -> PlanReply:
-    """The plan for these workers, or a reply whose `impossible` says with figures what is missing."""
+    """The plan for these workers, or a reply whose `impossible` says with figures what is missing.
+
+    Equal arguments give equal plans, in whatever order the workers are listed.
+    """
     fleet = Fleet(request, profile)
     if not fleet.workers:
-        return PlanReply(request.request_id, impossible="no worker is there")
-    candidates = [_try_cut(fleet, stages) for stages in _cuts(fleet)]
-    best = max(candidates, key=lambda c: (c.score, -len(c.stages)), default=None)
-    if best is None or best.flow.microbatches_per_s <= 0:
-        return PlanReply(request.request_id, impossible=_shortage(fleet, candidates))
+        flaws = "; ".join(f"{w}: {flaw}" for w, flaw in sorted(fleet.unmeasured.items()))
+        return PlanReply(
+            request.request_id, impossible=f"no measured worker is there{': ' * bool(flaws)}{flaws}"
+        )
+    candidates = _candidates(fleet)
+    best = _choose(fleet, candidates)
+    if best is None:
+        why = shortage_words(fleet, [(c.stages, c.found.choice) for c in candidates])
+        return PlanReply(request.request_id, impossible=why)
     bound = sum(1 / fleet.whole_seconds(w.worker_id) for w in fleet.workers)
+    planned = [_planned(fleet, best, worker) for worker in fleet.workers]
+    planned += [PlannedWorker(w, reason=flaw) for w, flaw in fleet.unmeasured.items()]
     return PlanReply(
         request.request_id,
         best.stages,
-        tuple(_planned(fleet, best, worker.worker_id) for worker in fleet.workers),
-        best.flow.microbatches_per_s,
+        tuple(sorted(planned, key=lambda p: p.worker_id)),
+        best.found.flow.microbatches_per_s,
         bound,
-        _binding(best, bound),
+        binding_words(best.found, bound),
     )
 
 
-def _cuts(fleet: Fleet) -> list[tuple[Stage, ...]]:
-    if fleet.request.stages:
-        return [fleet.request.stages]
-    costs = [float(max(1, block.flops_per_sample)) for block in fleet.profile.blocks]
-    return [balanced_cut(costs, count) for count in range(1, min(len(costs), STAGES_MOST) + 1)]
-
-
-def _try_cut(fleet: Fleet, stages: tuple[Stage, ...]) -> Candidate:
-    seconds = {w.worker_id: fleet.stage_seconds(w.worker_id, stages) for w in fleet.workers}
-    spans = find_spans(len(stages), feasible_spans(fleet, stages), seconds, fleet.request.seed)
-    return Candidate(stages, spans, solve_flow(spans, seconds, len(stages)))
-
-
-def _planned(fleet: Fleet, plan: Candidate, worker_id: WorkerId) -> PlannedWorker:
-    span = plan.spans.get(worker_id)
-    worker = next(w for w in fleet.workers if w.worker_id == worker_id)
-    if span is None:
-        smallest = min(fleet.need_bytes(s.first_block, s.last_block, 1, recompute=True) for s in plan.stages)
-        missing = human_bytes(smallest - worker.memory_bytes)
-        return PlannedWorker(worker_id, reason=f"needs {missing} more memory for the smallest stage")
-    first, last = plan.stages[span.first_stage].first_block, plan.stages[span.last_stage].last_block
-    holding = fleet.holding(worker, first, last)
-    assert holding is not None
-    return PlannedWorker(worker_id, span, holding.slots, holding.recompute, holding.memory_bytes)
-
-
-def _binding(plan: Candidate, bound: float) -> str:
-    if plan.flow.microbatches_per_s >= 0.97 * bound:
-        return "the compute of all workers binds"
-    prices = plan.flow.per_stage_price
-    stage = max(range(len(prices)), key=lambda s: prices[s])
-    return f"stage {stage} has too little compute: memory keeps others from holding it"
-
-
-def _shortage(fleet: Fleet, candidates: Sequence[Candidate]) -> str:
-    """What would have to be there: a block that fits nowhere, else the stages left over by the best covering."""
-    blocks = fleet.profile.blocks
-    roomiest = max(w.memory_bytes for w in fleet.workers)
-    for index, block in enumerate(blocks):
-        need = fleet.need_bytes(index, index, 1, recompute=True)
-        if need > roomiest:
-            return (
-                f"needs {human_bytes(need - roomiest)} more on one worker for block {block.name} "
-                f"({human_bytes(need)}; the largest worker offers {human_bytes(roomiest)})"
-            )
-    best: tuple[int, str] | None = None
-    for candidate in candidates:
-        held = {s for span in candidate.spans.values() for s in span.stages}
-        missing = [s for s in range(len(candidate.stages)) if s not in held]
-        if not missing:
+def _candidates(fleet: Fleet) -> list[Candidate]:
+    """One per cut; the most promising improved."""
+    request = fleet.request
+    cuts = (
+        [request.stages]
+        if request.stages
+        else candidate_cuts(fleet.typical_block_seconds(), fleet.block_bytes())
+    )
+    candidates = []
+    for stages in cuts:
+        options = {w.worker_id: fleet.options(w, stages) for w in fleet.workers}
+        choice = seed_choice(options, len(stages), request.seed)
+        found = Found(choice, solve_flow(choice, len(stages)), len(stages))
+        candidates.append(Candidate(stages, options, found))
+    ranked = sorted(
+        range(len(candidates)), key=lambda i: (-candidates[i].score, len(candidates[i].stages), i)
+    )
+    for index in ranked[:IMPROVED_CUTS]:
+        candidate = candidates[index]
+        if candidate.found.flow.microbatches_per_s <= 0:
             continue
-        first, last = missing[0], missing[0]
-        while last + 1 in missing:
-            last += 1
-        stages = candidate.stages
-        need = fleet.need_bytes(stages[first].first_block, stages[last].last_block, 1, recompute=True)
-        name = f"stage {first}" if first == last else f"stages {first}-{last}"
-        blocks_named = f"{blocks[stages[first].first_block].name} to {blocks[stages[last].last_block].name}"
-        text = f"needs {human_bytes(need)} more for {name} of {len(stages)} ({blocks_named})"
-        if best is None or need < best[0]:
-            best = (need, text)
-    return best[1] if best is not None else "no worker can hold a stage"
+        solves = max(2, SOLVES * PAIRS_CHEAP // max(PAIRS_CHEAP, candidate.pairs))
+        improved = improve(candidate.found, candidate.options, solves)
+        candidates[index] = Candidate(candidate.stages, candidate.options, improved)
+    return candidates
 
 
-def human_bytes(count: float) -> str:
-    """Such as 3.1 GB; decimal units, as memory is sold."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{max(0, round(count))} B"
+def _choose(fleet: Fleet, candidates: list[Candidate]) -> Candidate | None:
+    possible = [c for c in candidates if c.found.flow.microbatches_per_s > 0]
+    if not possible:
+        return None
+    # `max` keeps the first of equals: the one with fewest stages.
+    best = max(possible, key=lambda c: c.score)
+    most = max(len(c.found.choice) for c in possible)
+    inclusive = [
+        c for c in possible if len(c.found.choice) == most and c.score >= INCLUSIVE_WITHIN * best.score
+    ]
+    return max(inclusive, key=lambda c: c.score, default=best)
+
+
+def _planned(fleet: Fleet, plan: Candidate, worker: PlanWorker) -> PlannedWorker:
+    option = plan.found.choice.get(worker.worker_id)
+    if option is None:
+        return PlannedWorker(worker.worker_id, reason=idle_words(fleet, worker, plan.stages))
+    holding = option.holding
+    return PlannedWorker(
+        worker.worker_id, option.span, holding.slots, holding.recompute, holding.memory_bytes
+    )

@@ -1,92 +1,178 @@
-"""Spans for a given cut: greedy covering, the fastest worker first, then local search. Deterministic."""
+"""Spans for a given cut: greedy covering, the fastest worker first, then moves that the prices of the LP point to."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from starlings_coordinator.planner.fleet import Fleet
-from starlings_coordinator.planner.throughput import pour, surrogate
-from starlings_protos.messages import Span, Stage, WorkerId
+from starlings_coordinator.planner.fleet import Option
+from starlings_coordinator.planner.throughput import Choice, Flow, pour, solve_flow
+from starlings_protos.messages import WorkerId
 
-# Surrogate evaluations of the local search; each costs about 5 us per worker.
-EVALUATIONS_MOST = 20_000
+Options = Mapping[WorkerId, Sequence[Option]]
+
+# A boundary that a microbatch passes costs this part of the throughput in the comparison, so that of equally fast plans
+# the one with long spans wins; a replica costs this part for its exchange.
+HOP_COST = 0.002
+REPLICA_COST = 0.0002
+# Orders of covering drawn by seed when the obvious ones leave a stage bare.
+RANDOM_ORDERS = 64
+# Up to so many workers, every set of them is looked at before a cut is called impossible.
+EXACT_WORKERS_MOST = 12
 
 
-def feasible_spans(fleet: Fleet, stages: Sequence[Stage]) -> dict[WorkerId, tuple[Span, ...]]:
-    """Every run of stages that fits a worker's memory, longest first."""
-    found: dict[WorkerId, tuple[Span, ...]] = {}
-    for worker in fleet.workers:
-        spans = []
-        for first in range(len(stages)):
-            for last in range(first, len(stages)):
-                if fleet.holding(worker, stages[first].first_block, stages[last].last_block) is None:
-                    break
-                spans.append(Span(first, last))
-        found[worker.worker_id] = tuple(sorted(spans, key=lambda s: (-len(s.stages), s.first_stage)))
+@dataclass(frozen=True, slots=True)
+class Found:
+    choice: Choice
+    flow: Flow
+    stage_count: int
+
+    @property
+    def score(self) -> float:
+        """Microbatches per second, less the small prices of boundaries and replicas."""
+        replicas = sum(len(option.span.stages) for option in self.choice.values()) - self.stage_count
+        cost = HOP_COST * max(0.0, self.flow.hops - 1) + REPLICA_COST * replicas / self.stage_count
+        return self.flow.microbatches_per_s * max(0.5, 1 - cost)
+
+
+def seed_choice(options: Options, stage_count: int, seed: int) -> Choice:
+    """A first choice for every worker that has an option. It covers all stages if a way to do so is found."""
+    able = [w for w in sorted(options) if options[w]]
+    fast_first = sorted(able, key=lambda w: (min(min(o.seconds) for o in options[w]), w))
+    choice = _spread(fast_first, options, {}, stage_count)
+    if _bare(choice, stage_count):
+        cover = find_cover(options, stage_count, seed)
+        if cover is not None:
+            rest = [w for w in fast_first if w not in cover]
+            choice = _spread(rest, options, cover, stage_count)
+    return choice
+
+
+def _spread(order: Sequence[WorkerId], options: Options, fixed: Choice, stage_count: int) -> Choice:
+    """Each worker in turn takes the option that lifts the lowest stages most; the longest of equals."""
+    levels = [0.0] * stage_count
+    choice = dict(fixed)
+    for worker_id in sorted(fixed):
+        levels = pour(levels, fixed[worker_id])
+    for worker_id in order:
+        poured = [(pour(levels, option), option) for option in options[worker_id]]
+        # The earliest of equals, so that the answer does not depend on the order of a dictionary.
+        best = max(poured, key=lambda p: (sorted(p[0]), len(p[1].span.stages), -p[1].span.first_stage))
+        levels, choice[worker_id] = best
+    return choice
+
+
+def _bare(choice: Choice, stage_count: int) -> list[int]:
+    covered = {s for option in choice.values() for s in option.span.stages}
+    return [s for s in range(stage_count) if s not in covered]
+
+
+def find_cover(options: Options, stage_count: int, seed: int) -> Choice | None:
+    """Some workers whose spans together hold every stage, or None when no way was found.
+
+    Up to EXACT_WORKERS_MOST workers the answer is exact (every set of workers, the furthest stage that it reaches);
+    beyond that, workers are laid from the left by several orders, a few of them drawn by `seed`.
+    """
+    able = [w for w in sorted(options) if options[w]]
+    if len(able) <= EXACT_WORKERS_MOST:
+        return _exact_cover(able, options, stage_count)
+    roomy = sorted(able, key=lambda w: (-max(len(o.span.stages) for o in options[w]), w))
+    rng = random.Random(seed)
+    orders = [roomy[::-1], roomy]
+    for _ in range(RANDOM_ORDERS):
+        orders.append(rng.sample(able, len(able)))
+    for order in orders:
+        cover = _lay(order, options, stage_count)
+        if cover is not None:
+            return cover
+    return None
+
+
+def _furthest(options: Sequence[Option], stage: int) -> Option | None:
+    holding = [option for option in options if stage in option.span]
+    return max(holding, key=lambda o: (o.span.last_stage, -o.span.first_stage), default=None)
+
+
+def _lay(order: Sequence[WorkerId], options: Options, stage_count: int) -> Choice | None:
+    """From the left: the first worker of `order` that holds the next bare stage takes it, as far as it reaches."""
+    cover: dict[WorkerId, Option] = {}
+    stage = 0
+    left = list(order)
+    while stage < stage_count:
+        for worker_id in left:
+            option = _furthest(options[worker_id], stage)
+            if option is not None:
+                break
+        else:
+            return None
+        cover[worker_id] = option
+        left.remove(worker_id)
+        stage = option.span.last_stage + 1
+    return cover
+
+
+def _exact_cover(able: Sequence[WorkerId], options: Options, stage_count: int) -> Choice | None:
+    """reach[set] = stages 0..reach-1 that the set of workers can hold; every set extends a smaller one by a worker."""
+    reach = [0] * (1 << len(able))
+    came: list[tuple[int, Option] | None] = [None] * len(reach)
+    goal = None
+    for members in range(len(reach)):
+        if reach[members] >= stage_count:
+            goal = members
+            break
+        for position, worker_id in enumerate(able):
+            if members >> position & 1:
+                continue
+            option = _furthest(options[worker_id], reach[members])
+            grown = members | 1 << position
+            if option is not None and option.span.last_stage + 1 > reach[grown]:
+                reach[grown], came[grown] = option.span.last_stage + 1, (position, option)
+    cover: dict[WorkerId, Option] = {}
+    while goal:
+        step = came[goal]
+        assert step is not None
+        position, option = step
+        cover[able[position]] = option
+        goal ^= 1 << position
+    return cover or None
+
+
+def improve(found: Found, options: Options, solves: int) -> Found:
+    """Move one worker at a time while that raises the score; at most `solves` linear programmes.
+
+    With the present prices p, a worker on a span is worth max p[s] / seconds[w,s]. By duality a move that does not
+    raise its worth cannot raise the throughput, so only the others are tried, the most promising first.
+    """
+    while solves > 0:
+        for worker_id, option in _promising(found, options):
+            if solves <= 0:
+                break
+            solves -= 1
+            choice = {**found.choice, worker_id: option}
+            if _bare(choice, found.stage_count):
+                continue
+            moved = Found(choice, solve_flow(choice, found.stage_count), found.stage_count)
+            if moved.score > found.score * (1 + 1e-9):
+                found = moved
+                break
+        else:
+            return found
     return found
 
 
-def find_spans(
-    stage_count: int,
-    feasible: Mapping[WorkerId, Sequence[Span]],
-    seconds: Mapping[WorkerId, Sequence[float]],
-    seed: int,
-) -> dict[WorkerId, Span]:
-    """The best spans found; they may leave a stage uncovered when no order of covering works."""
-    able = [w for w in sorted(feasible) if feasible[w]]
-    fast_first = sorted(able, key=lambda w: (sum(seconds[w]), w))
-    roomy_first = sorted(able, key=lambda w: (-max(len(s.stages) for s in feasible[w]), sum(seconds[w]), w))
-    narrow_first = sorted(able, key=lambda w: (len(feasible[w]), sum(seconds[w]), w))
-    best: dict[WorkerId, Span] = {}
-    best_key: tuple[float, ...] = ()
-    for order in (fast_first, roomy_first, narrow_first):
-        spans = _improve(_cover(order, stage_count, feasible, seconds), stage_count, feasible, seconds, seed)
-        key = surrogate(able, spans, seconds, stage_count)
-        if key > best_key:
-            best, best_key = spans, key
-    return best
+def _promising(found: Found, options: Options) -> list[tuple[WorkerId, Option]]:
+    prices = found.flow.prices
 
+    def worth(option: Option) -> float:
+        return max(prices[s] / option.second_of(s) for s in option.span.stages)
 
-def _cover(
-    order: Sequence[WorkerId],
-    stage_count: int,
-    feasible: Mapping[WorkerId, Sequence[Span]],
-    seconds: Mapping[WorkerId, Sequence[float]],
-) -> dict[WorkerId, Span]:
-    """Each worker in turn takes the span that lifts the lowest stages most; the longest of equals."""
-    levels = [0.0] * stage_count
-    spans: dict[WorkerId, Span] = {}
-    for w in order:
-        chosen = max(feasible[w], key=lambda span: (sorted(pour(levels, span, seconds[w])), len(span.stages)))
-        spans[w] = chosen
-        levels = pour(levels, chosen, seconds[w])
-    return spans
-
-
-def _improve(
-    spans: dict[WorkerId, Span],
-    stage_count: int,
-    feasible: Mapping[WorkerId, Sequence[Span]],
-    seconds: Mapping[WorkerId, Sequence[float]],
-    seed: int,
-) -> dict[WorkerId, Span]:
-    """Move one worker's span at a time while that raises the sorted levels."""
-    workers = sorted(spans)
-    rng = random.Random(seed)
-    budget = EVALUATIONS_MOST // max(1, len(workers))
-    key = surrogate(workers, spans, seconds, stage_count)
-    moved = True
-    while moved and budget > 0:
-        moved = False
-        rng.shuffle(workers)
-        for w in workers:
-            for span in feasible[w]:
-                if span == spans[w] or budget <= 0:
-                    continue
-                budget -= 1
-                trial = {**spans, w: span}
-                trial_key = surrogate(workers, trial, seconds, stage_count)
-                if trial_key > key:
-                    spans, key, moved = trial, trial_key, True
-    return spans
+    moves = []
+    for worker_id, present in found.choice.items():
+        now = worth(present)
+        for option in options[worker_id]:
+            gain = worth(option) - now
+            if option.span != present.span and gain > 1e-9 * max(now, 1e-12):
+                moves.append((-gain, worker_id, option.span, option))
+    moves.sort(key=lambda move: move[:3])
+    return [(worker_id, option) for _, worker_id, _, option in moves]

@@ -1,4 +1,4 @@
-"""Microbatches per second that given spans reach: the node form of the linear programme, and a fast surrogate."""
+"""Microbatches per second that a choice of spans reaches: the node form of the linear programme, and a surrogate."""
 
 from __future__ import annotations
 
@@ -7,73 +7,107 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linprog
+from scipy.sparse import csr_matrix
 
-from starlings_protos.messages import Span, WorkerId
+from starlings_coordinator.planner.fleet import Option
+from starlings_protos.messages import WorkerId
+
+Choice = Mapping[WorkerId, Option]
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """`per_stage_price`: microbatches/s gained per further microbatch/s of capacity at the stage; the largest binds."""
+    """`prices`: by how much more microbatches/s would rise per microbatch/s of further capacity at each stage.
+
+    They add up to 1; the highest stages bind.
+    """
 
     microbatches_per_s: float
-    per_stage_price: tuple[float, ...]
+    prices: tuple[float, ...]
+    # Workers that a microbatch passes on average, at least: 1 when all is done within one span.
+    hops: float
+    # Seconds of work per second, by worker.
+    load: Mapping[WorkerId, float]
 
 
-def solve_flow(
-    spans: Mapping[WorkerId, Span], seconds: Mapping[WorkerId, Sequence[float]], stage_count: int
-) -> Flow:
-    """Maximise F with sum_w x[w,s] = F for every stage and sum_s seconds[w,s] x[w,s] <= 1 for every worker (HiGHS)."""
-    variables = [(w, s) for w, span in sorted(spans.items()) for s in span.stages]
-    if len({s for _, s in variables}) < stage_count:
-        return Flow(0.0, (0.0,) * stage_count)
-    workers = sorted(spans)
-    row_of = {w: i for i, w in enumerate(workers)}
-    cost = np.zeros(len(variables) + 1)
+def solve_flow(choice: Choice, stage_count: int) -> Flow:
+    """Maximise F with sum_w x[w,s] = F for every stage and sum_s seconds[w,s] x[w,s] <= 1 for every worker (HiGHS).
+
+    Design, section 5, without links. F is 0 when a stage has no holder.
+
+    Raises:
+        ArithmeticError: the solver gave up.
+    """
+    workers = sorted(choice)
+    covered = {s for option in choice.values() for s in option.span.stages}
+    if len(covered) < stage_count:
+        return Flow(0.0, (0.0,) * stage_count, 0.0, {})
+    stage_of: list[int] = []
+    worker_of: list[int] = []
+    seconds: list[float] = []
+    lengths: list[int] = []
+    for row, worker_id in enumerate(workers):
+        option = choice[worker_id]
+        for stage, stage_seconds in zip(option.span.stages, option.seconds, strict=True):
+            stage_of.append(stage)
+            worker_of.append(row)
+            seconds.append(stage_seconds)
+            lengths.append(len(option.span.stages))
+    count = len(seconds)
+    columns = np.arange(count)
+    balance = csr_matrix(
+        (
+            np.concatenate([np.ones(count), -np.ones(stage_count)]),
+            (
+                np.concatenate([stage_of, np.arange(stage_count)]),
+                np.concatenate([columns, np.full(stage_count, count)]),
+            ),
+        ),
+        shape=(stage_count, count + 1),
+    )
+    # In units of a typical microbatch's seconds, so that the solver's absolute tolerances mean something.
+    scale = float(np.median(seconds))
+    capacity = csr_matrix(
+        (np.asarray(seconds) / scale, (worker_of, columns)), shape=(len(workers), count + 1)
+    )
+    cost = np.zeros(count + 1)
     cost[-1] = -1.0
-    a_eq = np.zeros((stage_count, len(variables) + 1))
-    a_ub = np.zeros((len(workers), len(variables) + 1))
-    for column, (w, s) in enumerate(variables):
-        a_eq[s, column] = 1.0
-        a_ub[row_of[w], column] = seconds[w][s]
-    a_eq[:, -1] = -1.0
     answer = linprog(
-        cost, A_ub=a_ub, b_ub=np.ones(len(workers)), A_eq=a_eq, b_eq=np.zeros(stage_count), method="highs"
+        cost,
+        A_ub=capacity,
+        b_ub=np.ones(len(workers)),
+        A_eq=balance,
+        b_eq=np.zeros(stage_count),
+        method="highs",
     )
     if not answer.success:
-        raise ArithmeticError(f"the planner's linear programme failed: {answer.message}")
-    prices = tuple(abs(float(price)) for price in answer.eqlin.marginals)
-    return Flow(float(-answer.fun), prices)
+        raise ArithmeticError(f"the linear programme has no answer: {answer.message}")
+    flow = float(-answer.fun)
+    share = np.asarray(answer.x[:-1])
+    load = np.bincount(worker_of, weights=share * np.asarray(seconds) / scale, minlength=len(workers))
+    prices = np.abs(np.asarray(answer.eqlin.marginals))
+    return Flow(
+        flow / scale,
+        tuple(float(p) for p in prices),
+        float(np.sum(share / np.asarray(lengths)) / flow) if flow > 0 else 0.0,
+        {w: float(part) for w, part in zip(workers, load, strict=True)},
+    )
 
 
-def pour(levels: Sequence[float], span: Span, seconds: Sequence[float]) -> list[float]:
+def pour(levels: Sequence[float], option: Option) -> list[float]:
     """Stage levels (microbatches/s) after one worker spent its second on its span's lowest stages: water-filling."""
-    order = sorted(span.stages, key=lambda s: levels[s])
-    budget_s, rising, cost_s = 1.0, [], 0.0
+    order = sorted(option.span.stages, key=lambda s: levels[s])
+    budget_s, cost_s = 1.0, 0.0
     level = levels[order[0]]
+    poured = list(levels)
     for position, stage in enumerate(order):
-        rising.append(stage)
-        cost_s += seconds[stage]
+        cost_s += option.second_of(stage)
         ceiling = levels[order[position + 1]] if position + 1 < len(order) else float("inf")
         step = min(ceiling - level, budget_s / cost_s)
         level += step
         budget_s -= step * cost_s
         if budget_s <= 1e-12:
+            for raised in order[: position + 1]:
+                poured[raised] = level
             break
-    poured = list(levels)
-    for stage in rising:
-        poured[stage] = level
     return poured
-
-
-def surrogate(
-    order: Sequence[WorkerId],
-    spans: Mapping[WorkerId, Span],
-    seconds: Mapping[WorkerId, Sequence[float]],
-    stage_count: int,
-) -> tuple[float, ...]:
-    """Levels after every worker poured, sorted: compared lexicographically it has no plateaus. Never above the LP."""
-    levels = [0.0] * stage_count
-    # Those with the least choice first, so that the others can level out what they left.
-    for w in sorted((w for w in order if w in spans), key=lambda w: len(spans[w].stages)):
-        levels = pour(levels, spans[w], seconds[w])
-    return tuple(sorted(levels))
