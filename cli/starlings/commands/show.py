@@ -9,7 +9,7 @@ import typer
 
 from starlings.failures import guarded
 
-DEFAULT_STEPS = 220
+DEFAULT_STEPS = 330
 
 
 def register(app: typer.Typer) -> None:
@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 @guarded
 def demo(
     workers: Annotated[int, typer.Option(min=1, max=16, help="How many workers.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps; 4,096 tokens each.")] = DEFAULT_STEPS,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps; 2,048 tokens each.")] = DEFAULT_STEPS,
     seed: Annotated[int, typer.Option(min=0, help="Same seed: same weights, same order of samples.")] = 0,
     directory: Annotated[Path, typer.Option("--dir", help="Where all files go.", metavar="DIR")] = Path(
         "demo-run"

@@ -15,13 +15,13 @@ class Device:
 
 
 # Memory is scaled down with the model, of which all eight blocks take 105 MB with two microbatches in
-# flight: the big ones could hold everything, the small ones two blocks. Speeds add up to about two cores,
-# so that two carry them all.
+# flight: nobody can hold everything, so activations travel, and every stage but the middle ones has two
+# holders. Speeds add up to about two cores.
 FLEET: Sequence[Device] = (
-    Device("rtx4090", "160MB"),
-    Device("rtx4080", "110MB"),
-    Device("rtx3060", "22MB"),
-    Device("rtx3060", "22MB"),
+    Device("rtx4090", "84MB"),
+    Device("rtx4080", "60MB"),
+    Device("t4", "36MB"),
+    Device("t4", "36MB"),
 )
 
 

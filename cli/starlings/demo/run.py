@@ -36,7 +36,7 @@ LEAVING_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the command line chose. `steps` of 32 samples of 128 bytes each."""
+    """What the command line chose. `steps` of 16 samples of 128 bytes each."""
 
     workers: int
     steps: int
@@ -48,12 +48,12 @@ class DemoOptions:
 
 def job_text(options: DemoOptions) -> str:
     """The demo's job file: the `tiny` preset on the standard library, ports of the system's choice."""
-    batch, sequence_length = 32, 128
+    batch, sequence_length = 16, 128
     chosen: dict[str, dict[str, Any]] = {
         "job": {"name": "demo", "seed": options.seed, "tokens": options.steps * batch * sequence_length},
         "model": {"preset": "tiny"},
         "data": {"source": "stdlib", "sequence_length": sequence_length, "held_out": 128},
-        "train": {"batch": batch, "microbatch": 4, "lr": 4e-3, "warmup": 0.05},
+        "train": {"batch": batch, "microbatch": 4, "lr": 3e-3, "warmup": 0.05},
         "exchange": {"codec": "int8:128"},
         "swarm": {"min_workers": options.workers, "settle_s": 1.0},
         "network.ports": {"control": 0, "enrolment": 0},
