@@ -1,0 +1,420 @@
+"""One device's worker, as its supervisor sees it: a membership, a control stream, an engine that may be restarted.
+
+Order of a life: membership (joined, renewed or found) -> the engine starts and says what it is -> the stream opens
+with that in its Hello -> Welcome goes to the engine -> everything else is passed on, unchanged, until Finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import random
+import secrets
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from starlings_protos import control_pb2, process_pb2
+from starlings_protos.identity import Identity
+from starlings_protos.invite import Invite
+from starlings_protos.messages import EngineDown, Hello, Leaving, WorkerId
+from starlings_protos.version import PROTOCOL_MAX, PROTOCOL_MIN, package_version
+from starlings_worker.control_stream import ControlStream
+from starlings_worker.device_classes import DeviceClass, device_class
+from starlings_worker.device_list import ListedDevice
+from starlings_worker.engine_child import EngineChild, EngineEnd
+from starlings_worker.enrol import ensure_membership, keep_renewed
+from starlings_worker.errors import ExitCode, WorkerError
+from starlings_worker.lock import lock_directory
+from starlings_worker.membership import Membership
+from starlings_worker.narrator import Narrator
+from starlings_worker.options import WorkerOptions
+from starlings_worker.platform import machine_id
+
+# Pauses before the first, second and third restart of an engine.
+RESTART_PAUSES_S = (1.0, 5.0, 25.0)
+# An engine that ran this long was healthy: earlier failures are forgotten.
+HEALTHY_AFTER_S = 1800.0
+# Imports and the device's first use; a cold disk and a loaded machine are slow.
+START_WITHIN_S = 300.0
+# After Finish the engine ends by itself within this time, or is ended.
+FINISH_WITHIN_S = 20.0
+# A worker that holds nothing waits this long for the coordinator's goodbye.
+GOODBYE_WITHIN_S = 5.0
+
+
+class DeviceWorker:
+    """Runs until the job is over for this device. All methods are called on the event loop."""
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        invite: Invite | None,
+        directory: Path,
+        device: ListedDevice,
+        number: int,
+        device_count: int,
+    ) -> None:
+        """`number`: position among the host's devices, which decides the port to try first."""
+        self._options = options
+        self._invite = invite
+        self._directory = directory
+        self._device = device
+        self._number = number
+        self._device_count = device_count
+        self._class: DeviceClass | None = device_class(options.emulate) if options.emulate else None
+        self._narrator = Narrator(options.on_event)
+        self._rng = random.Random(secrets.randbits(64))
+        self._nonce = secrets.randbits(63) + 1
+        self._membership: Membership | None = None
+        self._engine: EngineChild | None = None
+        self._started: process_pb2.EngineStarted | None = None
+        self._stream: ControlStream | None = None
+        # Of the present life: kept until the engine can take it.
+        self._welcome: control_pb2.Welcome | None = None
+        self._heartbeat = control_pb2.ToCoordinator(heartbeat=control_pb2.Heartbeat())
+        self._heartbeat_interval_s = 2.0
+        self._job_digest = ""
+        # What to tell the coordinator when the stream is up: the engine's end.
+        self._untold_end: EngineDown | None = None
+        self._engine_changed = asyncio.Event()
+        self._leaving: str | None = None
+        self._finish: control_pb2.Finish | None = None
+        self._side_tasks: set[asyncio.Task[None]] = set()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    # ---------------------------------------------------------------- the whole life
+
+    async def run(self) -> None:
+        """Returns when the job ended well or the worker left in order.
+
+        Raises:
+            StarlingsError: anything else, as one sentence with the fix. OSError: the directory cannot be written.
+        """
+        lock = lock_directory(self._directory)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            enrolled = await ensure_membership(self._directory, self._invite)
+            self._membership = enrolled.membership
+            self._narrator.worker_id = enrolled.membership.worker_id
+            if enrolled.notice:
+                self._narrator.tell("notice", enrolled.notice)
+            self._narrator.tell(
+                "joined", f"This machine takes part in {enrolled.membership.job} as {self.worker_id}."
+            )
+            tasks = [
+                self._task(self._keep_engine()),
+                self._task(self._keep_stream()),
+                self._task(self._beat()),
+                self._task(self._renew()),
+            ]
+            await self._over
+        except Exception as error:
+            self._narrator.tell(
+                "failed", str(error), {"exit_code": int(getattr(error, "exit_code", ExitCode.BUG))}
+            )
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            lock.release()
+
+    def leave(self, reason: str) -> None:
+        """Leave in order: no new work, what is in flight is finished, then the run ends; within the options' time."""
+        if self._leaving is not None or self._over.done():
+            return
+        self._leaving = reason
+        within_s = self._options.drain_s
+        self._narrator.tell(
+            "leaving", f"Leaving in order: {reason}. A second signal ends the worker at once."
+        )
+        loop = asyncio.get_running_loop()
+        if self._engine is not None and self._engine.welcomed:
+            drain = process_pb2.Drain(reason=reason, within_s=within_s)
+            self._background(self._engine.send(process_pb2.ToEngine(drain=drain)))
+            loop.call_later(within_s, self._end_well, f"{reason}; the time for leaving in order is up")
+        elif self._stream is not None and self._stream.say(Leaving(reason, within_s)):
+            # Nothing of the job is held here: the coordinator says goodbye at once.
+            loop.call_later(min(within_s, GOODBYE_WITHIN_S), self._end_well, reason)
+        else:
+            self._end_well(reason)
+
+    def abandon(self) -> None:
+        """End now, whatever is lost."""
+        if self._engine is not None:
+            self._engine.kill()
+        self._end_well("told to end at once")
+
+    @property
+    def worker_id(self) -> str:
+        return self._membership.worker_id if self._membership is not None else ""
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._side_tasks.add(task)
+        task.add_done_callback(self._side_tasks.discard)
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A part of this worker: its failure is the worker's."""
+        task = asyncio.get_running_loop().create_task(work)
+
+        def done(finished: asyncio.Task[None]) -> None:
+            if finished.cancelled() or (error := finished.exception()) is None:
+                return
+            if not self._over.done():
+                self._over.set_exception(error)
+
+        task.add_done_callback(done)
+        return task
+
+    def _end_well(self, reason: str) -> None:
+        if not self._over.done():
+            self._narrator.tell(
+                "left" if self._finish is None or not self._finish.done else "finished", reason
+            )
+            self._over.set_result(None)
+
+    def _end_badly(self, error: Exception) -> None:
+        if not self._over.done():
+            self._over.set_exception(error)
+
+    # ---------------------------------------------------------------- the engine
+
+    async def _keep_engine(self) -> None:
+        """Starts the engine, and again when it crashed: at most three times, later and later."""
+        failures = 0
+        while True:
+            began = time.monotonic()
+            end = await self._one_engine()
+            if end.finished:
+                self._end_well(end.reason)
+                return
+            if self._leaving is not None:
+                self._end_well(f"{self._leaving}; {end.reason}")
+                return
+            if self._finish is not None:
+                self._finished_without_engine()
+                return
+            if time.monotonic() - began > HEALTHY_AFTER_S:
+                failures = 0
+            restarting = end.restart_may_cure and failures < len(RESTART_PAUSES_S)
+            self._report_end(end, restarting)
+            if not restarting:
+                reason = end.reason if failures == 0 else f"{end.reason} (after {failures} restarts)"
+                self._end_badly(WorkerError(end.exit_code, _last_line(reason)))
+                return
+            await asyncio.sleep(RESTART_PAUSES_S[failures])
+            failures += 1
+
+    async def _one_engine(self) -> EngineEnd:
+        engine = EngineChild(self._engine_said, self._directory / "engine.log")
+        self._started = None
+        await engine.start(self._settings())
+        self._engine = engine
+        timer = asyncio.get_running_loop().call_later(START_WITHIN_S, self._not_started, engine)
+        try:
+            return await engine.wait()
+        finally:
+            timer.cancel()
+            self._engine, self._started = None, None
+            await engine.put_away()
+
+    def _not_started(self, engine: EngineChild) -> None:
+        if self._engine is engine and self._started is None:
+            text = f"The engine was not ready within {START_WITHIN_S:.0f} s and is ended."
+            self._narrator.tell("log", text, {"level": "error"})
+            engine.kill()
+
+    def _report_end(self, end: EngineEnd, restarting: bool) -> None:
+        text = _last_line(end.reason)
+        self._narrator.tell("engine_down", text, {"restarting": restarting})
+        down = EngineDown(text, restarting)
+        # The Welcome was the ended engine's; the answer to EngineDown brings the next.
+        self._welcome = None
+        if self._stream is None or not self._stream.say(down):
+            self._untold_end = down
+
+    def _engine_said(self, message: process_pb2.FromEngine) -> None:
+        match message.WhichOneof("body"):
+            case "started":
+                self._started = message.started
+                self._engine_changed.set()
+                self._narrator.engine_started(message.started)
+                if self._welcome is not None:
+                    self._background(self._pass_welcome())
+            case "control":
+                if message.control.WhichOneof("body") == "heartbeat":
+                    self._heartbeat = message.control
+                elif self._stream is not None:
+                    self._narrator.reported(message.control)
+                    self._stream.send(message.control)
+            case "log":
+                self._narrator.tell("log", message.log.text, {"level": message.log.level})
+            case _:
+                pass
+
+    def _settings(self) -> process_pb2.StartEngine:
+        options, emulated = self._options, self._class
+        assert self._membership is not None
+        identity = self._membership.identity
+        threads = options.threads
+        if threads == 0:
+            # Processor time is what an emulated device is slowed down by, and it is counted on one thread.
+            threads = 1 if emulated is not None else max(1, _usable_cores() // self._device_count)
+        return process_pb2.StartEngine(
+            worker_id=identity.id,
+            key_pem=identity.key_pem,
+            certificate_pem=identity.certificate_pem,
+            ca_pem=identity.ca_pem,
+            device=self._device.name,
+            listen_host=options.listen_host,
+            listen_port=options.listen_port + self._number if options.listen_port else 0,
+            advertise=options.advertise,
+            emulate_speed=emulated.relative_speed if emulated is not None else 0.0,
+            memory_bytes=options.memory_bytes or (emulated.memory_bytes if emulated is not None else 0),
+            threads=threads,
+            precision=options.precision,
+            cache_directory=str(self._directory / "cache"),
+        )
+
+    # ---------------------------------------------------------------- the stream
+
+    async def _keep_stream(self) -> None:
+        """Opens the stream once the engine has said what it is, and keeps it up."""
+        while self._started is None:
+            self._engine_changed.clear()
+            await self._engine_changed.wait()
+        assert self._membership is not None
+        self._stream = ControlStream(
+            self._membership.control_addresses,
+            self._identity,
+            self._hello,
+            self._coordinator_said,
+            self._stream_down,
+            self._rng,
+        )
+        await self._stream.run(lambda text: self._narrator.tell("reconnecting", text))
+
+    def _identity(self) -> Identity:
+        assert self._membership is not None
+        return self._membership.identity
+
+    def _hello(self) -> Hello:
+        started, options = self._started, self._options
+        name = self._device.product if started is None else started.device
+        emulating = f" (emulating {self._class.name})" if self._class is not None else ""
+        return Hello(
+            WorkerId(self.worker_id),
+            PROTOCOL_MIN,
+            PROTOCOL_MAX,
+            package_version(),
+            self._job_digest,
+            started.numeric_class if started is not None else "",
+            host_id(),
+            options.site or host_id(),
+            options.region,
+            f"{name}{emulating}",
+            self._class.name if self._class is not None else self._device.class_name,
+            time.time(),
+            self._nonce,
+        )
+
+    async def _coordinator_said(self, message: control_pb2.ToWorker) -> None:
+        kind = message.WhichOneof("body")
+        if kind == "welcome":
+            await self._welcomed(message.welcome)
+            return
+        if kind == "finish":
+            self._finish = message.finish
+            asyncio.get_running_loop().call_later(FINISH_WITHIN_S, self._finished_without_engine)
+        self._narrator.ordered(message)
+        if self._engine is not None and self._engine.welcomed:
+            await self._engine.pass_on(message)
+        elif kind == "finish":
+            self._finished_without_engine()
+
+    async def _welcomed(self, welcome: control_pb2.Welcome) -> None:
+        self._job_digest = welcome.job_digest
+        if welcome.heartbeat_interval_s > 0:
+            self._heartbeat_interval_s = welcome.heartbeat_interval_s
+        if self._welcome is None:
+            self._narrator.tell(
+                "connected", "The coordinator has welcomed this worker.", {"incarnation": welcome.incarnation}
+            )
+        if self._untold_end is not None and self._stream is not None:
+            # The engine of the life that this Welcome goes on with ended while the stream was down.
+            self._stream.say(self._untold_end)
+            self._untold_end = None
+            return
+        self._welcome = welcome
+        await self._pass_welcome()
+
+    async def _pass_welcome(self) -> None:
+        """The Welcome to the engine, as soon as both are there."""
+        engine, welcome = self._engine, self._welcome
+        if engine is None or welcome is None or self._started is None:
+            return
+        engine.welcomed = True
+        await engine.pass_on(control_pb2.ToWorker(welcome=welcome))
+        await engine.send(process_pb2.ToEngine(link=process_pb2.ControlLink(up=True)))
+        if self._leaving is not None:
+            drain = process_pb2.Drain(reason=self._leaving, within_s=self._options.drain_s)
+            await engine.send(process_pb2.ToEngine(drain=drain))
+
+    async def _stream_down(self, reason: str) -> None:
+        if self._engine is not None:
+            await self._engine.send(process_pb2.ToEngine(link=process_pb2.ControlLink(up=False)))
+
+    def _finished_without_engine(self) -> None:
+        """Finish has come, and the engine does not, or cannot, act on it."""
+        if self._finish is None:
+            return
+        if self._finish.done or self._leaving is not None:
+            self._end_well(self._finish.reason)
+        else:
+            self._end_badly(WorkerError(ExitCode.BUG, f"The job has ended: {self._finish.reason}."))
+
+    async def _beat(self) -> None:
+        """The engine's last heartbeat, on schedule: the coordinator learns of a dead host, and of a hung engine by
+        its progress.
+        """
+        while True:
+            if self._stream is not None and self._stream.up:
+                self._stream.send(self._heartbeat)
+            if self._engine is not None:
+                self._engine.look_at_memory()
+            await asyncio.sleep(self._heartbeat_interval_s)
+
+    async def _renew(self) -> None:
+        assert self._membership is not None
+
+        def deliver(membership: Membership) -> None:
+            self._membership = membership
+            self._narrator.tell("renewed", "The certificate was renewed.")
+            if self._engine is not None:
+                renewed = process_pb2.RenewedCertificate(certificate_pem=membership.identity.certificate_pem)
+                self._background(self._engine.send(process_pb2.ToEngine(certificate=renewed)))
+
+        await keep_renewed(
+            self._membership, self._directory, deliver, report=lambda text: self._narrator.tell("log", text)
+        )
+
+
+def host_id() -> str:
+    """The same for all workers on this machine; says nothing else about it."""
+    return hashlib.sha256(f"starlings:{machine_id()}".encode()).hexdigest()[:16]
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _last_line(text: str) -> str:
+    """Of a traceback the line that says what happened."""
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no reason given"
