@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import socket
 import ssl
 from dataclasses import dataclass
@@ -148,6 +149,10 @@ def _cause(error: BaseException, timeout_s: float) -> str:
         return clean_text(error.reason or str(error), 200).lower().replace("_", " ")
     if isinstance(error, ConnectionResetError):
         return "the other side closed the connection"
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused, so nothing listens there"
+    if isinstance(error, OSError) and not isinstance(error, socket.gaierror) and error.errno:
+        return os.strerror(error.errno)  # asyncio's own text only repeats the address
     if isinstance(error, OSError) and error.strerror:
         return clean_text(error.strerror, 200)
     return clean_text(str(error) or type(error).__name__, 200)
