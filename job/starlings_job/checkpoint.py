@@ -228,15 +228,19 @@ class CheckpointWriter:
 def _replace_folder(new: str, final: str) -> None:
     """Gives the folder `new` the name `final`; an older one of that name stays until then."""
     old = final + _REPLACED
-    shutil.rmtree(old, ignore_errors=True)
-    if os.path.isdir(final):
-        os.replace(final, old)
-    try:
-        os.replace(new, final)
-    except OSError:
-        if os.path.isdir(old):
-            os.replace(old, final)
-        raise
+    for last_try in (False, False, True):
+        shutil.rmtree(old, ignore_errors=True)
+        if os.path.isdir(final):
+            os.replace(final, old)
+        try:
+            os.replace(new, final)
+            break
+        except OSError:
+            # A reader may have healed what looked like a crash between the two renames.
+            if os.path.isdir(old) and not os.path.isdir(final):
+                os.replace(old, final)
+            if last_try:
+                raise
     shutil.rmtree(old, ignore_errors=True)
     sync_folder(os.path.dirname(final))
 
@@ -259,6 +263,7 @@ def versions(url: str | Path) -> tuple[int, ...]:
     filesystem, root, local = _open_url(url)
     if local:
         _heal(Path(root))
+    filesystem.invalidate_cache()
     try:
         names = [str(path).rstrip("/").rpartition("/")[2] for path in filesystem.ls(root, detail=False)]
     except FileNotFoundError:

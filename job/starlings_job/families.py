@@ -146,6 +146,8 @@ class Family:
     embed_modules: tuple[str, ...]
     token_embedding: str
     norm_module: str
+    # Ids of special tokens that Hugging Face assumes where the configuration is silent.
+    assumed_tokens: Mapping[str, int] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def hugging_face_name(self, block: str, name: str) -> str:
@@ -200,6 +202,7 @@ LLAMA = Family(
     embed_modules=("embed_tokens",),
     token_embedding="embed_tokens.weight",
     norm_module="norm",
+    assumed_tokens={"bos_token_id": 1, "eos_token_id": 2},
     defaults={"max_position_embeddings": 2048},
 )
 
@@ -239,6 +242,7 @@ GPT2 = Family(
     embed_modules=("wte", "wpe"),
     token_embedding="wte.weight",
     norm_module="ln_f",
+    assumed_tokens={"bos_token_id": 50256, "eos_token_id": 50256},
     defaults={"n_positions": 1024},
 )
 
@@ -296,6 +300,9 @@ def checked_config(
                 notes.append(f"{key} is set to 0: replicas of a stage must compute alike")
             config[key] = 0.0
     config.setdefault("attn_implementation", "sdpa")
+    for key, assumed in family.assumed_tokens.items():
+        if key not in config and assumed >= config["vocab_size"]:
+            config[key] = None
     tied = bool(config.get("tie_word_embeddings", family.ties_by_default))
     if tied and untie:
         notes.append("input and output embeddings are untied")

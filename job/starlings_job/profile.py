@@ -72,12 +72,12 @@ class Profile:
         return sum(block.parameter_count for block in self.blocks[first_block : last_block + 1])
 
     def tensor_limit_bytes(self, microbatch: int) -> int:
-        """No tensor on the job's data plane is larger: boundaries, records, logits, a whole group's vector.
+        """No tensor on the job's data plane is larger: boundaries, records, a whole model's state as one vector.
 
         1 KiB of grace holds a codec's own header.
         """
         boundary = max(block.boundary_bytes_per_sample for block in self.blocks) * microbatch
-        vector = 4 * sum(block.parameter_count for block in self.blocks)
+        vector = 12 * sum(block.parameter_count for block in self.blocks)
         return max(boundary, vector, self.record_bytes * microbatch) + 1024
 
     def block_limit_bytes(self) -> int:

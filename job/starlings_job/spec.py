@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import tomllib
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -108,12 +109,12 @@ class JobSpec(Section):
 
     # ---------------------------------------------------------------- what preparation added
 
-    @property
+    @cached_property
     def description(self) -> ModelDescription:
         """The resolved model. Raises JobFileError when the job is not prepared."""
         return ModelDescription.from_record(self._prepared().model)
 
-    @property
+    @cached_property
     def dataset(self) -> DatasetMeta:
         """The format of the dataset's records. Raises JobFileError when the job is not prepared."""
         return DatasetMeta.from_record(self._prepared().dataset)

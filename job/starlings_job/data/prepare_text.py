@@ -70,7 +70,7 @@ def write_text(
     )
     entropies = EntropyCounter()
     reader = SourceReader(data.format)
-    total = sum(d.byte_count for d in documents)
+    total, next_report = sum(d.byte_count for d in documents), 0
     # Tokens that whole held-out records use; more would be read by nobody.
     room = data.held_out * (length + 1) if masked else data.held_out * length + 1
     end = tokenizer.end_of_line if data.format == "jsonl" else tokenizer.end_of_file
@@ -84,8 +84,9 @@ def write_text(
                         tokens = tokens[: max(0, room - held.token_count)]
                         entropies.add(tokens)
                     (held if held_out else train).add(tokens, piece.counts)
-                if progress is not None:
+                if progress is not None and reader.byte_count >= next_report:
                     progress(reader.byte_count / total, document.name)
+                    next_report = reader.byte_count + total // 200
     if not train.records or not held.records:
         needed = (length + 1) * per_token
         raise NoDataMatched(
