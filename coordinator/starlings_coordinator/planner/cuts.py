@@ -75,17 +75,20 @@ def _halves(costs: Sequence[float], run: tuple[int, int]) -> list[tuple[int, int
     return [(first, cut), (cut + 1, last)]
 
 
-def candidate_cuts(times: Sequence[float], sizes: Sequence[float]) -> list[tuple[Stage, ...]]:
+def candidate_cuts(
+    times: Sequence[float], sizes: Sequence[float], *, thorough: bool = True
+) -> list[tuple[Stage, ...]]:
     """Cuts to compare, fewest stages first, without repeats.
 
     Args:
         times: seconds per block, of a typical worker.
         sizes: bytes per block while it is trained.
+        thorough: balance by time and by memory too, not only by both.
     """
     mean_time, mean_size = sum(times) / len(times), sum(sizes) / len(sizes)
     mixed = [t / mean_time + s / mean_size for t, s in zip(times, sizes, strict=True)]
     cuts: dict[tuple[Stage, ...], None] = {}
     for count in stage_counts(len(times)):
-        for costs in (times, sizes, mixed):
+        for costs in (mixed, times, sizes) if thorough else (mixed,):
             cuts.setdefault(balanced_cut(costs, count))
     return list(cuts)

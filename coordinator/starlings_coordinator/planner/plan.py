@@ -23,6 +23,8 @@ INCLUSIVE_WITHIN = 0.9
 # Cuts whose best choice is improved by local search, and linear programmes for each; fewer for big fleets.
 IMPROVED_CUTS = 4
 SOLVES = 40
+# Bigger fleets even out what a cut does badly, and their plans take long enough.
+THOROUGH_WORKERS_MOST = 100
 # Linear programmes get slow beyond this many (worker, stage) pairs: a second each at 20,000.
 PAIRS_CHEAP = 1_000
 
@@ -77,7 +79,11 @@ def _candidates(fleet: Fleet) -> list[Candidate]:
     cuts = (
         [request.stages]
         if request.stages
-        else candidate_cuts(fleet.typical_block_seconds(), fleet.block_bytes())
+        else candidate_cuts(
+            fleet.typical_block_seconds(),
+            fleet.block_bytes(),
+            thorough=len(fleet.workers) <= THOROUGH_WORKERS_MOST,
+        )
     )
     candidates = []
     for stages in cuts:
