@@ -153,6 +153,7 @@ def test_rope_scaling_survives_the_cut() -> None:
     whole = make_model(described)
     stage = build_stage(described, 1, 2)
     assert torch.equal(stage.body.base.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq)
+    assert described == description("llama", False, rope_parameters=scaling)
 
 
 def test_frozen_parameters_have_no_gradient() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from typing import Any
 
@@ -20,7 +21,8 @@ def make_config(description: ModelDescription) -> Any:
     """The family's configuration object; only allow-listed keys reach it."""
     package, config_class, _ = _MODULES[description.family]
     module = importlib.import_module(f"{package}.configuration_{description.family}")
-    return getattr(module, config_class)(**description.config)
+    # A copy, because Hugging Face fills in what nested tables leave out.
+    return getattr(module, config_class)(**copy.deepcopy(dict(description.config)))
 
 
 def make_model(description: ModelDescription) -> Any:
