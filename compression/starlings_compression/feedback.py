@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from starlings_compression.codec import Codec
+from starlings_compression.codec import Codec, check_floating
+from starlings_compression.tensors import data_type_of
 
 
 class ErrorFeedback:
@@ -48,6 +49,7 @@ class ErrorFeedback:
                 f"{name}: shape {tuple(tensor.shape)} follows {tuple(self._committed.shape)}; "
                 "the error of one tensor cannot be fed back to another"
             )
+        check_floating(data_type_of(tensor, name), name, self.codec.spec)
         corrected = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device).copy_(tensor)
         if self._committed is not None:
             corrected.add_(self._committed, alpha=self.decay)

@@ -133,6 +133,11 @@ def test_low_precision_input_is_corrected_in_float32() -> None:
     assert feedback.residual.dtype == torch.float32
 
 
+def test_integers_are_refused_as_by_the_codec() -> None:
+    with pytest.raises(CodecError, match="ids: int8:128 takes floating-point"):
+        ErrorFeedback(make_codec("int8:128")).encode(torch.arange(5), name="ids")
+
+
 def test_the_input_is_not_changed() -> None:
     feedback = ErrorFeedback(make_codec("int8:128"))
     tensor = inputs(6, 1, 64)[0]
