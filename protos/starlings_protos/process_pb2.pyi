@@ -172,7 +172,7 @@ Global___Shutdown: _TypeAlias = Shutdown  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):
-    """New connections use this certificate; open ones live on."""
+    """Begin no new work, hand over what is held, then exit with code 0."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -197,6 +197,8 @@ Global___Drain: _TypeAlias = Drain  # noqa: Y015
 
 @_typing.final
 class RenewedCertificate(_message.Message):
+    """New connections use this certificate; open ones live on."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
