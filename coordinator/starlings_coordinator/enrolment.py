@@ -1,7 +1,7 @@
 """Who may join: the job's CA, its tokens, their limits, and the Enrolment service in front of them.
 
 `EnrolmentAuthority` is thread-safe and blocks (it syncs a file before it answers); `EnrolmentService` calls it off the
-event loop. Order of checks: the source's rate, sizes, job and protocol, the token, clock and key, revocation and uses.
+event loop. Order of checks: job and protocol, the token, the source's rate, clock and key, revocation and uses.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class EnrolmentLimits:
 
     # Enrolments and renewals. A lab behind one address may start some hundred workers at once; each costs about 1 ms.
     joins: Rate = field(default=Rate(burst=400, per_s=5))
-    # Wrong tokens; an honest person needs a few tries at most.
+    # Wrong tokens and renewals without proof; an honest person needs a few tries at most.
     guesses: Rate = field(default=Rate(burst=10, per_s=0.1))
     # Refusals told to the event log.
     reports: Rate = field(default=Rate(burst=5, per_s=1 / 60))
@@ -68,7 +68,7 @@ class EnrolmentAuthority:
     Args:
         directory: the job's directory; `ca/` and `owner/` are kept in it.
         journal: where token records go; a file in `ca/` by default.
-        observe: told of joins and refusals, for the event log: (kind, text). Called on other threads.
+        observe: told of joins and refusals, for the event log: (kind, text). Called on other threads; must not block.
 
     Raises:
         UsageError: something in `ca/` is damaged.
@@ -183,7 +183,6 @@ class EnrolmentAuthority:
                 raise
 
     def _enrol(self, request: control_pb2.EnrolRequest, source: str) -> control_pb2.EnrolReply:
-        self._admit(source)
         if request.job != self.job:
             raise RefusedError(
                 Refusal.JOB_MISMATCH,
@@ -198,8 +197,9 @@ class EnrolmentAuthority:
         token = tokens.open_token(self._book.table, request.token_id, request.token_secret, now_s)
         if isinstance(token, Denied):
             if token.refusal is Refusal.INVITE_WRONG:
-                self._guesses.take(source, self._monotonic())
+                self._guessed(source)
             raise RefusedError(token.refusal, token.message)
+        self._admit(source)
         _check_clock(request.wall_time_s, now_s)
         try:
             public_key = read_csr(request.csr_pem)
@@ -229,11 +229,11 @@ class EnrolmentAuthority:
                 raise
 
     def _renew(self, request: control_pb2.RenewRequest, source: str) -> control_pb2.EnrolReply:
-        self._admit(source)
         now_s = self._wall()
         try:
             # Who issued it first: only then is the rest worth any work.
             if not self.ca.has_issued(read_certificate(request.certificate_pem)):
+                self._guessed(source)
                 raise RefusedError(
                     Refusal.NOT_YOU,
                     "The certificate to renew is of another job, or of an earlier life of this one: join again with a "
@@ -242,7 +242,9 @@ class EnrolmentAuthority:
             peer = identity_of_certificate(request.certificate_pem)
             certificate = check_renewal(request)
         except PeerFault as error:
+            self._guessed(source)
             raise RefusedError(Refusal.NOT_YOU, f"The renewal does not hold: {error}.") from None
+        self._admit(source)
         if peer.role not in (Role.WORKER, Role.OBSERVER):
             raise RefusedError(Refusal.NOT_YOU, f"A {peer.role.value}'s certificate is not renewed here.")
         if self.is_revoked(peer.id):
@@ -264,17 +266,27 @@ class EnrolmentAuthority:
         )
 
     def _admit(self, source: str) -> None:
+        """Who proved to be entitled pays for the signature from its source's bucket."""
+        self._take(self._joins, source)
+
+    def _guessed(self, source: str) -> None:
+        """Who proved nothing. Only failures are slowed down: many may share an address (a lab, a proxy before the
+        coordinator), and one of them must not be able to keep the others out. A secret has 192 random bits, so that an
+        answer to every guess would not help either."""
+        self._take(self._guesses, source)
+
+    def _take(self, limiter: SourceLimiter, source: str) -> None:
         """Raises:
         RefusedError: LIMIT, with how long to wait.
         """
         now_s = self._monotonic()
-        wait_s = max(self._joins.wait_s(source, now_s), self._guesses.wait_s(source, now_s))
+        wait_s = limiter.wait_s(source, now_s)
         if wait_s > 0:
             raise RefusedError(
                 Refusal.LIMIT,
                 f"Too many tries from {source or 'this address'}: wait {math.ceil(wait_s)} s, then try again.",
             )
-        self._joins.take(source, now_s)
+        limiter.take(source, now_s)
 
     def _tell_refused(self, what: str, source: str, error: RefusedError) -> None:
         # A flood must not fill the event log as well.

@@ -65,7 +65,7 @@ def decode(line: bytes) -> TokenRecord:
         kinds = {f.name: f.type for f in dataclasses.fields(cls)}
     except (KeyError, AttributeError, TypeError):
         raise ValueError("not a token record") from None
-    good = {"str": str, "int": int, "float": (int, float)}
+    good: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
     if fields or not all(isinstance(v, good[str(kinds[name])]) for name, v in values.items()):
         raise ValueError("not a token record")
     return cls(**values)

@@ -251,9 +251,20 @@ def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Server
 
 def _try_port(host: str, port: int) -> None:
     """What gRPC does not say: why a port cannot be opened."""
+    if host in ("::", "0.0.0.0"):
+        # gRPC listens on both families then, or on the one that this machine has.
+        for wildcard in ("::", "0.0.0.0"):
+            _try_address(wildcard, port, may_lack_family=True)
+    else:
+        _try_address(host, port, may_lack_family=False)
+
+
+def _try_address(host: str, port: int, *, may_lack_family: bool) -> None:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
+        if may_lack_family:
+            return
         raise UsageError(f"{host!r} is no address of this machine ({error.strerror or error}).") from None
     family, kind, protocol, _, where = found[0]
     try:
@@ -274,10 +285,10 @@ def _try_port(host: str, port: int) -> None:
             ) from None
         if error.errno in (errno.EACCES, getattr(errno, "WSAEACCES", -1)):
             raise UsageError(f"Port {port} needs privileges: choose one above 1023.") from None
+        if may_lack_family and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            return
         if error.errno == errno.EADDRNOTAVAIL:
             raise UsageError(
                 f"{host} is no address of this machine: choose one that is, or leave it out."
             ) from None
-        if error.errno != errno.EAFNOSUPPORT:
-            raise
-        # No IPv6 here: gRPC falls back to IPv4 for the wildcard by itself.
+        raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import time
 from contextlib import asynccontextmanager
@@ -328,6 +329,33 @@ async def test_a_busy_port(authority):
         with pytest.raises(PortBusy):
             channels.bind(server, "127.0.0.1", held.getsockname()[1], credentials)
         await server.stop(0)
+
+
+async def test_a_port_that_is_busy_on_one_address_only(authority):
+    credentials = channels.server_credentials(authority.issue_identity(COORDINATOR, time.time()))
+    with socket.socket() as held:
+        held.bind(("0.0.0.0", 0))
+        held.listen()
+        for host in ("", "0.0.0.0", "::"):
+            server = channels.make_server(QUICK)
+            with pytest.raises(PortBusy):
+                channels.bind(server, host, held.getsockname()[1], credentials)
+            await server.stop(0)
+
+
+async def test_a_machine_without_ipv6(authority, monkeypatch: pytest.MonkeyPatch):
+    real = socket.socket
+
+    def without_ipv6(family=socket.AF_INET, *rest, **options):
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return real(family, *rest, **options)
+
+    with real() as probe:
+        probe.bind(("0.0.0.0", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setattr(socket, "socket", without_ipv6)
+    channels._try_port("::", port)
 
 
 async def test_a_port_can_be_opened_again_at_once(authority):

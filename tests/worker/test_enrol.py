@@ -155,14 +155,46 @@ async def test_a_protocol_from_another_age(tmp_path: Path, monkeypatch: pytest.M
         await _refused(Refusal.VERSION, 8, enrol(world.invite(), tmp_path / "w"), "uv tool upgrade starlings")
 
 
-async def test_guessing_is_slowed_down(tmp_path: Path):
+async def test_guessing_is_slowed_down_but_keeps_nobody_else_out(tmp_path: Path):
     limits = EnrolmentLimits(guesses=Rate(burst=3, per_s=0.01))
     async with enrolment_world(tmp_path / "job", limits=limits) as world:
+        guess = world.invite(secret="B" * 32)
         for _ in range(3):
-            await _refused(
-                Refusal.INVITE_WRONG, 4, enrol(world.invite(secret="B" * 32), tmp_path / "w"), "does not know"
-            )
-        await _refused(Refusal.LIMIT, 14, enrol(world.invite(), tmp_path / "w"), r"wait \d+ s")
+            await _refused(Refusal.INVITE_WRONG, 4, enrol(guess, tmp_path / "w"), "does not know")
+        await _refused(Refusal.LIMIT, 14, enrol(guess, tmp_path / "w"), r"wait \d+ s")
+        # Behind the same address, with a real invite.
+        assert (await enrol(world.invite(), tmp_path / "w")).membership.worker_id
+
+
+async def test_a_crowd_behind_one_address_gets_in_with_patience(tmp_path: Path):
+    async with enrolment_world(tmp_path / "job", limits=EnrolmentLimits(joins=Rate(1, 2))) as world:
+        invite = world.invite()
+        crowd = (ensure_membership(tmp_path / name, invite) for name in "abc")
+        joined = await asyncio.gather(*crowd)
+        assert len({e.membership.worker_id for e in joined}) == 3
+
+
+async def test_uses_are_never_exceeded_however_many_come_at_once(tmp_path: Path):
+    async with enrolment_world(tmp_path / "job") as world:
+        invite = world.invite(uses=3)
+        outcomes = await asyncio.gather(
+            *(enrol(invite, tmp_path / str(i)) for i in range(8)), return_exceptions=True
+        )
+        refused = [o for o in outcomes if isinstance(o, RefusedError)]
+        assert [o.refusal for o in refused] == [Refusal.INVITE_USED_UP] * 5
+
+
+async def test_a_coordinator_that_moved(tmp_path: Path):
+    """A member that is given an invite with new addresses learns where everything is now, and uses no token up."""
+    async with enrolment_world(tmp_path / "job") as world:
+        old = (await enrol(world.invite(), tmp_path / "w")).membership
+    async with enrolment_world(tmp_path / "job") as world:
+        world.authority.serve_at([f"127.0.0.1:{world.port}"], ["moved.example.org:7700"])
+        moved = (await ensure_membership(tmp_path / "w", world.invite(uses=1))).membership
+        assert moved.worker_id == old.worker_id
+        assert moved.control_addresses == (Address("moved.example.org", 7700),)
+        assert moved.enrolment_addresses[0] == Address("127.0.0.1", world.port)
+        assert world.authority.list_invites().invites[-1].used == 0
 
 
 async def test_joins_have_a_rate(tmp_path: Path):

@@ -1,5 +1,5 @@
-"""Joining a job: the invite is checked, the coordinator's certificate is compared with its pin, and only then the token
-goes out, over a connection that trusts that certificate alone.
+"""Joining a job: the invite is checked, the coordinator's certificate is compared with its pin, and only then the
+token goes out, over a connection that trusts that certificate alone.
 
     ensure_membership   what a starting worker calls: joins, renews, or finds that there is nothing to do
     keep_renewed        runs beside a working worker
@@ -8,10 +8,12 @@ goes out, over a connection that trusts that certificate alone.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import grpc.aio
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -48,6 +50,11 @@ from starlings_worker.membership import ADDRESS_LIMIT, Membership
 
 CALL_TIMEOUT_S = 10.0
 RENEWAL_CHECK_S = 300.0
+# As long as the source of a flood needs to be let in again.
+PATIENCE_S = 60.0
+_NOT_NOW = (Refusal.BUSY, Refusal.LIMIT)
+
+T = TypeVar("T")
 
 Clock = Callable[[], float]
 
@@ -63,16 +70,21 @@ class Enrolled:
     notice: str | None = None
 
 
-async def ensure_membership(directory: Path, invite: Invite | None, *, wall: Clock = time.time) -> Enrolled:
+async def ensure_membership(
+    directory: Path, invite: Invite | None, *, wall: Clock = time.time, patience_s: float = PATIENCE_S
+) -> Enrolled:
     """Whatever is needed to be a member: nothing, a renewal, or joining with the invite.
 
     A member of the invite's job stays one whether or not the invite still holds, so that a service may be restarted
     with the same command for ever.
 
+    Args:
+        patience_s: how long to go on trying while the coordinator says that it is busy or that too many come from here.
+
     Raises:
         UsageError: no invite and no membership, or the directory belongs to another job.
-        RefusedError: the coordinator said no. Unreachable: it cannot be reached. ClockSkewed: nor could it be trusted.
-        OSError: the directory cannot be written.
+        RefusedError: the coordinator said no. Unreachable: it cannot be reached. ClockSkewed: nor could it be
+        trusted. OSError: the directory cannot be written.
     """
     known = await asyncio.to_thread(Membership.load, directory)
     if known is None and invite is None:
@@ -80,12 +92,16 @@ async def ensure_membership(directory: Path, invite: Invite | None, *, wall: Clo
     if known is None or (invite is not None and known.job == invite.job and known.pin != invite.pin):
         # Or the job was set up anew under the same name: its new CA knows nobody.
         assert invite is not None
-        return await enrol(invite, directory, wall=wall)
+        return await enrol(invite, directory, wall=wall, patience_s=patience_s)
     if invite is not None and known.job != invite.job:
         raise UsageError(
             f"{directory} belongs to the job {known.job!r}, the invite is for {invite.job!r}: give another --dir."
         )
-    if wall() < known.identity.renew_at_s:
+    if invite is not None and not set(invite.addresses) <= set(known.enrolment_addresses):
+        # The coordinator has moved. Renewing there brings its new control addresses too, and uses no token up.
+        merged = dict.fromkeys((*invite.addresses, *known.enrolment_addresses))
+        known = replace(known, enrolment_addresses=tuple(merged)[:ADDRESS_LIMIT])
+    elif wall() < known.identity.renew_at_s:
         return Enrolled(known)
     try:
         return await renew(known, directory, wall=wall)
@@ -95,7 +111,9 @@ async def ensure_membership(directory: Path, invite: Invite | None, *, wall: Clo
         return Enrolled(known, notice=f"The certificate could not be renewed yet. {error}")
 
 
-async def enrol(invite: Invite, directory: Path, *, wall: Clock = time.time) -> Enrolled:
+async def enrol(
+    invite: Invite, directory: Path, *, wall: Clock = time.time, patience_s: float = 0.0
+) -> Enrolled:
     """Joins with an invite and writes the membership to `directory`. The key there is used if there is one, so the
     worker keeps its id.
 
@@ -125,7 +143,7 @@ async def enrol(invite: Invite, directory: Path, *, wall: Clock = time.time) -> 
             wall_time_s=wall_time_s,
         )
 
-    reply, skew_s = await _call(reached, "Enrol", request, wall)
+    reply, skew_s = await _patiently(lambda: _call(reached, "Enrol", request, wall), patience_s)
     membership = _accept(reply, key, reached, invite.job, _first(reached.address, invite.addresses))
     await asyncio.to_thread(membership.save, directory)
     return Enrolled(membership, skew_s, skew_notice(skew_s))
@@ -181,13 +199,29 @@ async def keep_renewed(
 # ------------------------------------------------------------------ the call
 
 
+async def _patiently(call: Callable[[], Awaitable[T]], patience_s: float) -> T:
+    """Waits, ever longer and with jitter, while the answer is "not now": a whole lab may start at once."""
+    deadline_s, pause_s = time.monotonic() + patience_s, 0.5
+    while True:
+        try:
+            return await call()
+        except RefusedError as error:
+            pause_s = min(pause_s * 2, 20.0)
+            jittered_s = pause_s * random.uniform(0.5, 1.0)
+            if error.refusal not in _NOT_NOW or time.monotonic() + jittered_s > deadline_s:
+                raise
+        await asyncio.sleep(jittered_s)
+
+
 async def _call(
     reached: Reached,
     method: str,
     request: Callable[[float], control_pb2.EnrolRequest | control_pb2.RenewRequest],
     wall: Clock,
 ) -> tuple[control_pb2.EnrolReply, float]:
-    """The reply, and how far this clock is ahead. The channel trusts the certificate of `reached` and nothing else."""
+    """The reply, and how far this clock is ahead. The channel trusts the certificate of `reached` and nothing
+    else.
+    """
     async with channels.enrolment_channel(str(reached.dialled), reached.certificate_pem) as channel:
         stub = control_pb2_grpc.EnrolmentStub(channel)
         sent_s, started_s = wall(), time.monotonic()
