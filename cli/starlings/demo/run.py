@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import sys
 import time
@@ -108,6 +109,9 @@ def run_demo(options: DemoOptions) -> None:
                     "127.0.0.1",
                     "--port",
                     "0",
+                    # Engines that fight for cores lose more to switching than threads gain.
+                    "--threads",
+                    str(max(1, (os.cpu_count() or 1) // options.workers)),
                 ],
             )
         asyncio.run(follow(swarm, job_directory, history, json_output=options.json_output))
