@@ -48,6 +48,8 @@ class ChildSpec(Generic[In, Out]):
     reply: type[Out]
     log_path: Path
     arguments: Sequence[str] = ()
+    # It has nothing to finish: it is killed when we leave, instead of waiting for its interpreter to fold up.
+    disposable: bool = False
 
 
 class Child(Generic[In, Out]):
@@ -110,6 +112,8 @@ class Child(Generic[In, Out]):
         process = self._process
         if process is None:
             return
+        if self._spec.disposable:
+            self.kill()
         if process.stdin is not None:
             process.stdin.close()
         await _gone(process)

@@ -23,7 +23,7 @@ class PlannerLink:
         # Whether the child that runs now has the pending request.
         self._asked = False
         self.child: Child[ToPlanner, FromPlanner] = Child(
-            ChildSpec("planner", "starlings_coordinator.planner", FromPlanner, log_path),
+            ChildSpec("planner", "starlings_coordinator.planner", FromPlanner, log_path, disposable=True),
             on_start=self._ask,
             on_message=self._said,
             on_end=self._ended,

@@ -73,8 +73,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
             session.end(Ending(None, "the stream is over"))
             self._sessions.close(session)
             await asyncio.shield(self._loop.post(WorkerDisconnected(session.number, session.worker_id)))
-        if ending.refusal is not None:
-            await abort(context, ending.refusal, ending.message)
+        # A peer that does not read gets its status when it does: gRPC cannot reset a stream from this side. Until then
+        # this costs the one message that is on its way.
+        with self._sessions.lingering(session):
+            if ending.refusal is not None:
+                await abort(context, ending.refusal, ending.message)
 
     async def _hello(self, context: Context, identity: PeerIdentity) -> Hello:
         """The stream's first message, checked against the certificate. Raises RefusedError."""

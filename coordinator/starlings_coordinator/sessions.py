@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from starlings_protos import control_pb2
@@ -20,6 +22,8 @@ WAITING_BYTES_LIMIT = 144 << 20
 # Acknowledgements of heartbeats are dropped first: they say only that the coordinator lives.
 WAITING_MESSAGES_FOR_ACKS = 64
 SESSIONS_LIMIT = 2048
+# A worker that never reads its streams to the end may open this many.
+LINGERING_PER_WORKER_LIMIT = 2
 
 
 class TooManySessions(Exception):
@@ -96,6 +100,8 @@ class SessionTable:
     def __init__(self, limit: int = SESSIONS_LIMIT) -> None:
         self._limit = limit
         self._sessions: dict[int, WorkerSession] = {}
+        # Streams that are over for us and have not ended yet, because the peer does not read.
+        self._lingering: list[WorkerId] = []
         self._next_number = 1
         self._empty = asyncio.Event()
         self._empty.set()
@@ -105,8 +111,10 @@ class SessionTable:
 
     def open(self, worker_id: WorkerId) -> WorkerSession:
         """Raises TooManySessions."""
-        if len(self._sessions) >= self._limit:
+        if len(self._sessions) + len(self._lingering) >= self._limit:
             raise TooManySessions(f"{self._limit} control streams are open already")
+        if self._lingering.count(worker_id) >= LINGERING_PER_WORKER_LIMIT:
+            raise TooManySessions(f"earlier streams of {worker_id} were not read to their end")
         session = WorkerSession(self._next_number, worker_id)
         self._next_number += 1
         self._sessions[session.number] = session
@@ -117,6 +125,15 @@ class SessionTable:
         self._sessions.pop(session.number, None)
         if not self._sessions:
             self._empty.set()
+
+    @contextmanager
+    def lingering(self, session: WorkerSession) -> Iterator[None]:
+        """While a closed session's stream gets its status."""
+        self._lingering.append(session.worker_id)
+        try:
+            yield
+        finally:
+            self._lingering.remove(session.worker_id)
 
     def get(self, number: int, worker_id: WorkerId) -> WorkerSession | None:
         """The open session of that number, if it is that worker's."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from support.coordinator_harness import ScriptedWorker, coordinator, until
-from support.prepared_job import STEPS, block_names, block_state, write_prepared_job
-
 from starlings_coordinator.leases import PROMPT_TOKENS
 from starlings_job.checkpoint import read_block, versions
 from starlings_job.records import RecordStore
 from starlings_protos import control_pb2
 from starlings_protos.messages import LeaseGrant, LeaseKind
+from support.coordinator_harness import ScriptedWorker, coordinator, until
+from support.prepared_job import STEPS, block_names, block_state, write_prepared_job
 
 
 async def test_lone_worker_trains_evaluates_generates_saves_and_leaves(tmp_path: Path) -> None:
@@ -73,8 +72,9 @@ def _check_checkpoint(directory: Path) -> None:
 async def test_job_continues_after_a_restart_in_the_middle(tmp_path: Path) -> None:
     directory = write_prepared_job(tmp_path / "job", steps=6, every=2)
     async with coordinator(directory) as running, ScriptedWorker(running) as worker:
+        worker.hold_at_step = 4
         worker.begin()
-        await until(lambda: len(running.of("announce")) and worker.version >= 3, "step 3")
+        await until(lambda: worker.version == 4, "step 4")
         await until(lambda: versions(directory / "checkpoints"), "a checkpoint")
     async with coordinator(directory) as running, ScriptedWorker(running, worker.identity, nonce=2) as again:
         again.begin()

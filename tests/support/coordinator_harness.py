@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import grpc.aio
-from support.prepared_job import block_state
 
+from starlings_coordinator.children import Child
 from starlings_coordinator.keeper.service import Admission, KeeperService
 from starlings_coordinator.options import CoordinatorOptions
 from starlings_coordinator.run import serve
@@ -47,6 +48,7 @@ from starlings_protos.messages import (
 )
 from starlings_protos.peers import DATA_POLICY, RoleGuard
 from starlings_protos.state_transfer import ServedBlock, StateTensor
+from support.prepared_job import block_state
 
 T = TypeVar("T")
 WITHIN_S = 30.0
@@ -97,6 +99,18 @@ class Running:
         return Identity(peer, key_to_pem(key), pem, self.authority.certificate_pem)
 
 
+async def _no_child(child: Child[Any, Any]) -> None:
+    await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def childless(directory: Path, **options: Any) -> AsyncIterator[Running]:
+    """A coordinator without planner and keeper: streams and commands work, nothing trains."""
+    with patch.object(Child, "run", _no_child):
+        async with coordinator(directory, **options) as running:
+            yield running
+
+
 @asynccontextmanager
 async def coordinator(directory: Path, **options: Any) -> AsyncIterator[Running]:
     """Runs until the block ends (or the job does)."""
@@ -104,9 +118,10 @@ async def coordinator(directory: Path, **options: Any) -> AsyncIterator[Running]
     chosen = CoordinatorOptions(directory, listen_host="127.0.0.1", **options)
     running.task = asyncio.create_task(serve(chosen, running.observe))
     try:
-        await until(lambda: running.of("listening") or running.task and running.task.done(), "the ports")
-        if running.task.done():
-            await running.task
+        task = running.task
+        await until(lambda: running.of("listening") or task.done(), "the ports")
+        if task.done():
+            await task
         yield running
     finally:
         running.task.cancel()
@@ -129,7 +144,8 @@ class ScriptedWorker:
         self.assignment: Assignment | None = None
         self.finish: Finish | None = None
         self.version = 0
-        self.lost_step = -1
+        # From this step on it keeps its leases and says nothing.
+        self.hold_at_step = 1 << 30
         self.indices: dict[int, list[int]] = {}
         self.donor: FakeDonor | None = None
         self.reading: asyncio.Task[None] | None = None
@@ -176,7 +192,7 @@ class ScriptedWorker:
         except grpc.aio.AioRpcError:
             pass
         code = await self.call.code()
-        trailing = {key: value for key, value in (await self.call.trailing_metadata() or ())}
+        trailing = dict(tuple(await self.call.trailing_metadata() or ()))
         return code, str(trailing.get("starlings-refusal", ""))
 
     def seen(self, cls: type[T]) -> list[T]:
@@ -207,6 +223,8 @@ class ScriptedWorker:
                 await self.say(LeaseRequest(4))
             case LeaseGrant():
                 for lease in message.leases:
+                    if lease.key.kind is LeaseKind.TRAIN and lease.key.step >= self.hold_at_step:
+                        continue
                     self.samples.append(lease.samples)
                     self.records.append(lease.records)
                     await self._train(lease)

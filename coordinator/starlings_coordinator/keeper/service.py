@@ -94,25 +94,31 @@ class KeeperService(data_pb2_grpc.DataServicer):
         finally:
             self._waiting -= 1
         try:
-            await self._send_blocks(request, context)
-        except NotHeld as error:
-            await abort(context, Refusal.NOT_HELD, f"The keeper cannot serve this: {error}.")
-        except TimeoutError:
-            logger.warning("%s took nothing for %.0f s; its transfer ends", caller, self._stalled_after_s)
-            await abort(context, Refusal.LIMIT, f"Nothing was read for {self._stalled_after_s:.0f} s.")
+            refused = await self._send_blocks(request, context)
         finally:
+            # Before the status is sent: a reader that has stalled takes that only when it reads again.
             self._places.release()
+        if refused is not None:
+            logger.warning("transfer to %s: %s", caller, refused)
+            await abort_with(context, refused)
 
-    async def _send_blocks(self, request: data_pb2.StateRequest, context: Context) -> None:
-        """Raises NotHeld, or TimeoutError for a stalled reader."""
+    async def _send_blocks(self, request: data_pb2.StateRequest, context: Context) -> RefusedError | None:
+        """Why the transfer could not be completed, if it could not."""
         skip = request.offset
         for block in request.blocks:
-            served = await asyncio.to_thread(
-                self._library.served, request.version, block, optimizer=request.optimizer
-            )
+            try:
+                served = await asyncio.to_thread(
+                    self._library.served, request.version, block, optimizer=request.optimizer
+                )
+            except NotHeld as error:
+                return RefusedError(Refusal.NOT_HELD, f"The keeper cannot serve this: {error}.")
             for frame in state_frames([served], skip):
-                await asyncio.wait_for(context.write(frame), self._stalled_after_s)
+                try:
+                    await asyncio.wait_for(context.write(frame), self._stalled_after_s)
+                except TimeoutError:
+                    return RefusedError(Refusal.LIMIT, f"Nothing was read for {self._stalled_after_s:.0f} s.")
             skip = max(0, skip - served.header().total_bytes)
+        return None
 
 
 async def _not_here(context: Context) -> NoReturn:
