@@ -14,7 +14,6 @@ import torch
 from starlings_job.checkpoint import CheckpointWriter, sync_folder
 from starlings_job.data.prepare_text import write_text
 from starlings_job.data.shapes import write_shapes
-from starlings_job.data.sources import SHAPES
 from starlings_job.data.tokenizer import load_tokenizer, resolve_tokenizer, save_tokenizer
 from starlings_job.description import ModelDescription, describe, describe_config_file
 from starlings_job.errors import JobFileError, disk_full_explained
@@ -30,7 +29,7 @@ from starlings_job.prepared import (
     load_prepared,
     load_profile,
 )
-from starlings_job.presets import PRESETS
+from starlings_job.presets import PRESETS, SHAPES
 from starlings_job.records import DatasetMeta
 from starlings_job.spec import JobSpec, load_job
 from starlings_job.state import PARAMETER

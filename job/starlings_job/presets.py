@@ -32,6 +32,9 @@ def _llama(width: int, layers: int, heads: int, inner: int, positions: int) -> d
     }
 
 
+# The source of images that belongs to the preset of the same name.
+SHAPES = "shapes"
+
 # Positions leave room for a generated continuation behind a prompt.
 PRESETS: dict[str, Preset] = {
     "micro": Preset("llama", _llama(64, 4, 2, 176, 256), 64, "llama, 64 wide, 4 layers, for tests"),
@@ -39,7 +42,7 @@ PRESETS: dict[str, Preset] = {
     "small": Preset(
         "llama", _llama(512, 8, 8, 1376, 1024), 256, "llama, 512 wide, 8 layers, 25 M parameters"
     ),
-    "shapes": Preset(
+    SHAPES: Preset(
         "sequential",
         {"factory": "shapes_classifier", "width": 16, "layers": 3},
         1,

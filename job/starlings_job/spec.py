@@ -18,7 +18,7 @@ from pydantic import ValidationError, model_validator
 
 from starlings_job.description import ModelDescription
 from starlings_job.errors import JobFileError
-from starlings_job.presets import PRESETS
+from starlings_job.presets import PRESETS, SHAPES
 from starlings_job.records import DatasetMeta
 from starlings_job.sections import (
     BusSection,
@@ -63,29 +63,34 @@ class JobSpec(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_of_the_preset(cls, values: Any) -> Any:
+    def _defaults_of_model_and_source(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
         model, data = values.get("model"), values.get("data", {})
         if not isinstance(model, dict) or not isinstance(data, dict):
             return values
+        defaults: dict[str, Any] = {}
         preset = PRESETS.get(str(model.get("preset")))
-        if preset is None:
-            return values
-        defaults: dict[str, Any] = {"sequence_length": preset.sequence_length}
-        if preset.family == "sequential":
-            defaults["source"] = ["shapes"]
+        if preset is not None:
+            defaults["sequence_length"] = preset.sequence_length
+            if preset.family == "sequential":
+                defaults["source"] = [SHAPES]
+        if data.get("source") in (SHAPES, [SHAPES]):
+            defaults["sequence_length"] = 1
         return {**values, "data": {**defaults, **data}}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.prepared is None:
-            if len(self.model.chosen) != 1:
-                given = " and ".join(self.model.chosen) or "none of them"
-                raise ValueError(f"[model] needs exactly one of preset, config, from; it has {given}")
-            preset = PRESETS.get(self.model.preset or "")
-            if preset is not None and (preset.family == "sequential") != (self.data.source == ("shapes",)):
-                raise ValueError('[data] source "shapes" and [model] preset "shapes" belong together')
+        if self.prepared is not None:
+            return self
+        if len(self.model.chosen) != 1:
+            given = " and ".join(self.model.chosen) or "none of them"
+            raise ValueError(f"[model] needs exactly one of preset, config, from; it has {given}")
+        preset, images = PRESETS.get(self.model.preset or ""), self.data.source == (SHAPES,)
+        if preset is not None and (preset.family == "sequential") != images:
+            raise ValueError('[data] source "shapes" and [model] preset "shapes" belong together')
+        if SHAPES in self.data.source and (not images or self.data.sequence_length != 1):
+            raise ValueError('[data] source "shapes" goes with no other source and with sequence_length = 1')
         return self
 
     # ---------------------------------------------------------------- numbers that follow

@@ -81,6 +81,7 @@ def test_microbatch_follows_batch_when_left_out() -> None:
         ("[data]\nsource = []", '"stdlib", "shapes", a glob'),
         ('[data]\nlimit = "much"', 'such as 8000000, "8M" or "8MiB"'),
         ('[data]\nsource = "shapes"', "belong together"),
+        ('[data]\nsource = ["shapes", "stdlib"]', "goes with no other source"),
         ("[swarm]\nmin_workers = 0", "greater than or equal to 1"),
         ("[checkpoint]\nkeep = true", "[checkpoint] keep"),
         ("[prepared]\nmodel = {}", "[prepared] is for `starlings prepare`"),

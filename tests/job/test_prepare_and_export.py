@@ -295,6 +295,7 @@ def test_a_classifier_is_prepared_trained_and_started_from_its_export(tmp_path: 
         .replace('preset = "shapes"', 'from = "model"')
         .replace("held_out", 'source = "shapes"\nheld_out')
     )
+    assert load_job(path).steps_total == 63
     prepare(path, tmp_path / "second")
     for block in job.description.blocks:
         for name, raw in read_block(tmp_path / "second" / "weights", 0, block).items():

@@ -15,7 +15,6 @@ from typing import BinaryIO
 from starlings_job.errors import JobFileError, NoDataMatched
 
 STDLIB = "stdlib"
-SHAPES = "shapes"
 STDLIB_WITHOUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
 # Large files are read, tokenised and written in pieces of about this size, cut at ends of lines.
 PIECE_BYTES = 4 << 20
