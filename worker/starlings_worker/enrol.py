@@ -79,7 +79,8 @@ async def ensure_membership(
     with the same command for ever.
 
     Args:
-        patience_s: how long to go on trying while the coordinator says that it is busy or that too many come from here.
+        patience_s: how long to go on trying while the coordinator says that it is busy or that too many come from
+            here.
 
     Raises:
         UsageError: no invite and no membership, or the directory belongs to another job.
