@@ -24,15 +24,22 @@ class Timings:
     # Loading a span; a stuck download holds everybody up that long.
     load_s: float = 600.0
     probe_s: float = 180.0
-    # An exchange, from opening to the last Prepared.
+    # An exchange, from opening to the last Prepared, at least; longer for more bytes over slower uplinks.
     exchange_s: float = 60.0
+    unknown_uplink_bytes_per_s: float = 1.25e6
     # Digests or averaging at the end.
     digest_s: float = 120.0
-    lease_s: float = 600.0
+    # A microbatch from grant to acknowledgement, at least; longer on slow devices.
+    lease_s: float = 120.0
     # A forward-only lease at the end.
     forward_lease_s: float = 60.0
     save_s: float = 600.0
     plan_s: float = 120.0
+    # A worker that failed the others is not planned with for this long, doubling each time up to the second.
+    set_aside_s: float = 30.0
+    set_aside_most_s: float = 900.0
+    # Workers that are being measured, or that keep coming and going, hold planning up no longer than this.
+    gather_most_s: float = 300.0
     retry_s: float = 5.0
 
 

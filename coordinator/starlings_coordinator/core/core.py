@@ -120,11 +120,27 @@ class Core:
         """What to write down, and what to do once it is written."""
         self.now = now
         self._dispatch(event)
-        if self.phase not in (Phase.DONE, Phase.FAILED):
+        # A heartbeat changes nothing that is decided here, and a thousand workers send many.
+        if not self._is_heartbeat(event):
+            self._go_on()
+        return self.desk.take()
+
+    @staticmethod
+    def _is_heartbeat(event: Event) -> bool:
+        return isinstance(event, WorkerSaid) and isinstance(event.message, Heartbeat)
+
+    def _go_on(self) -> None:
+        if self.state.stop_reason and self.phase in (Phase.GATHERING, Phase.PLANNING, Phase.LOADING):
+            # Nothing runs that could be ended in order; the newest checkpoint is all there is.
+            self.end(done=True, reason=self.state.stop_reason, exit_code=0)
+        if not self.has_ended:
             self.planning.go_on()
             self.stepping.go_on()
             self.finishing.go_on()
-        return self.desk.take()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.phase in (Phase.DONE, Phase.FAILED)
 
     def _dispatch(self, event: Event) -> None:
         match event:
@@ -138,6 +154,9 @@ class Core:
                 self.planning.keeper_lost()
             case WorkerConnected():
                 self.membership.connected(event.session, event.hello)
+            case _ if self.has_ended:
+                # Goodbyes; what is shown stays as it was.
+                self.dropped_messages += isinstance(event, WorkerSaid)
             case WorkerDisconnected():
                 self.membership.disconnected(event.session, event.worker_id)
             case WorkerRevoked():
@@ -153,7 +172,7 @@ class Core:
             case CheckpointFailed():
                 self.finishing.checkpoint_failed(event)
             case StopRequested():
-                if self.phase not in (Phase.DONE, Phase.FAILED) and not self.state.stop_reason:
+                if not self.state.stop_reason:
                     self.desk.record(StopRecorded(event.reason or "stopped by the owner"))
                     self.desk.announce("stop", self.state.stop_reason)
             case _:
@@ -211,7 +230,9 @@ class Core:
             self.finishing.microbatch_failed(member, message)
 
     def _booted(self) -> None:
-        self.started_at_s = self.now.monotonic_s
+        # The curve goes on where the log ends.
+        known_s = self.state.loss_curve[-1].at_s if self.state.loss_curve else 0.0
+        self.started_at_s = self.now.monotonic_s - known_s
         finished = self.state.finished
         if finished is not None and finished.done and self.state.step >= self.config.job.steps_total:
             self.phase = Phase.DONE
@@ -255,7 +276,8 @@ class Core:
 
     def end(self, *, done: bool, reason: str, exit_code: int) -> None:
         """Nothing comes after this but goodbyes."""
-        self.desk.record(JobFinished(self.state.step, done, reason, exit_code))
+        version = self.state.step if self.plan_is_live else self.planning.restart_version
+        self.desk.record(JobFinished(version, done, reason, exit_code))
         self.desk.announce("done" if done else "failed", reason)
         self.phase = Phase.DONE if done else Phase.FAILED
         self.ledger = None

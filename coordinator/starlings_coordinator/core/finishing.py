@@ -25,7 +25,6 @@ from starlings_protos.messages import (
     MicrobatchFailed,
     MicrobatchKey,
     Peer,
-    Refusal,
     StateReport,
     StateWanted,
     WorkerId,
@@ -77,7 +76,7 @@ class Finishing:
         self._saving: tuple[int, float] | None = None
         self._save_failures = 0
         self._save_again_at_s: float | None = None
-        # Training pauses after this version until it is saved: a last holder wants to leave.
+        # Training pauses at this version until it is saved: a last holder wants to leave.
         self._hold_version = -1
 
     # ------------------------------------------------------------------ checkpoints on the way
@@ -99,33 +98,78 @@ class Finishing:
 
     def wants_checkpoint(self, version: int) -> bool:
         every = self._core.config.job.checkpoint.every
-        due = every > 0 and version % every == 0 and self._saving is None and self._snapshot_version < 0
-        return due or bool(self._last_holders())
+        return every > 0 and version % every == 0 and self._saving is None and self._snapshot_version < 0
 
     def donors(self) -> frozenset[WorkerId]:
         """The lowest worker id of each stage keeps a copy."""
         core = self._core
         return frozenset(core.holders_of(stage)[0] for stage in range(len(core.state.stages)))
 
+    def reset(self) -> None:
+        """There is no plan any more: what was under way with it is over, except what the keeper is writing."""
+        self.part, self._work = None, None
+        self._snapshot_version, self._hold_version = -1, -1
+        self._save_failures, self._save_again_at_s = 0, None
+
     def committed(self, snapshot: bool) -> None:
-        """A step was committed. Whoever wants to leave may, if nothing is lost by it; else it stays until the save."""
-        core = self._core
         if snapshot:
-            self._snapshot_version = core.state.step
-        last = self._last_holders()
-        if last and snapshot:
-            self._hold_version = core.state.step
-            for holder in core.holders:
-                core.desk.send(holder, StateWanted(core.state.step, holder.worker_id in self.donors()))
-            self._reports.clear()
+            self._snapshot_version = self._core.state.step
+
+    def holder_leaves(self, member: Member) -> None:
+        """A holder said that it wants to go. If others hold all that it holds, it goes with the step that is under way
+        (or at once at the end of the job); a last holder goes when its state is saved.
+        """
+        if self._core.phase is Phase.TRAINING:
+            if member in self._last_holders():
+                self._hold()
+        else:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Between two steps: whoever wants to leave and is no last holder may."""
+        core = self._core
         for holder in list(core.holders):
-            if holder.leaving is not None and holder not in last and core.phase is Phase.TRAINING:
+            last = self._last_holders()
+            if holder.leaving is not None and holder not in last and core.plan_is_live:
                 core.membership.release(holder)
+        if core.phase is Phase.TRAINING and self._last_holders():
+            self._hold()
+
+    def _hold(self) -> None:
+        """Save the present version at once: a step under way may need the very worker that takes no more work."""
+        core, version = self._core, self._core.state.step
+        if self._hold_version == version:
+            return
+        self._hold_version = version
+        core.stepping.retry("a worker leaves, and its state is saved first", futile=False)
+
+    def renew_hold(self) -> None:
+        """A new attempt began: whoever was to report its state for the save is asked again."""
+        core, version = self._core, self._core.state.step
+        if core.phase is not Phase.TRAINING or self._hold_version < 0:
+            return
+        self._hold_version = version if self._last_holders() else -1
+        if self._hold_version < 0:
+            return
+        if core.planning.is_saved(version):
+            self._release_last()
+            return
+        self._reports.clear()
+        for holder in core.holders:
+            core.desk.send(holder, StateWanted(version, holder.worker_id in self.donors()))
+
+    def _release_last(self) -> None:
+        self._hold_version = -1
+        for member in self._last_holders():
+            self._core.membership.release(member)
+            if self._core.phase is not Phase.TRAINING:
+                return
 
     def all_applied(self, step: int) -> None:
         """Everybody prepared `step`, so everybody had applied the one before: its snapshots exist."""
         if 0 <= self._snapshot_version <= step:
-            self._save(self._snapshot_version, {})
+            if self._saving is None:
+                self._save(self._snapshot_version, {})
             self._snapshot_version = -1
 
     def _save(self, version: int, digests: dict[str, str]) -> None:
@@ -136,9 +180,26 @@ class Finishing:
             member = core.members[core.holders_of(index)[0]]
             peer: Peer = member.peer(state.spans[member.worker_id], state.stages, core.config.profile, 1)
             donors += [(names[b], (peer,), digests.get(names[b], "")) for b in stage.blocks]
+        self._save_again_at_s = None
         self._saving = (version, core.now.monotonic_s)
         tokens = version * core.config.job.tokens_per_step
         core.desk.ask(SaveCheckpoint(version, tokens, tuple(donors)))
+
+    def _save_end(self) -> None:
+        """Save the present version as reported, unless it is saved or being saved. Another save is waited for."""
+        core, version = self._core, self._core.state.step
+        if core.planning.is_saved(version) or (self._saving is not None and self._saving[0] == version):
+            return
+        if self._saving is not None:
+            self._save_again_at_s = core.now.monotonic_s
+            return
+        digests: dict[str, str] = {}
+        for stage in range(len(core.state.stages)):
+            report = self._reports.get(core.holders_of(stage)[0])
+            if report is not None and report.version == version:
+                names = {core.config.profile.block_names[b] for b in core.state.stages[stage].blocks}
+                digests.update({b: d for b, d in report.block_digests.items() if b in names})
+        self._save(version, digests)
 
     def checkpoint_saved(self, event: CheckpointSaved) -> None:
         core = self._core
@@ -151,16 +212,9 @@ class Finishing:
         core.desk.announce("checkpoint", f"version {event.version} is saved: {event.path}")
         self._save_failures, self._save_again_at_s = 0, None
         if core.phase is Phase.TRAINING and self._hold_version == event.version:
-            self._hold_version = -1
-            for member in self._last_holders():
-                core.membership.release(member)
-                if core.phase is not Phase.TRAINING:
-                    break
-        elif core.phase is Phase.FINISHING and self.part is Part.SAVE and event.version == core.state.step:
-            steps = core.state.step
-            core.end(
-                done=True, reason=core.state.stop_reason or f"all {steps} steps are trained", exit_code=0
-            )
+            self._release_last()
+        elif core.phase is Phase.FINISHING and self.part is Part.SAVE:
+            self._enter(Part.SAVE)
 
     def checkpoint_failed(self, event: CheckpointFailed) -> None:
         core = self._core
@@ -169,7 +223,7 @@ class Finishing:
         self._saving = None
         core.desk.announce("checkpoint_failed", f"version {event.version} could not be saved: {event.reason}")
         self._save_failures += 1
-        last_one = core.phase is Phase.FINISHING and self.part is Part.SAVE
+        last_one = core.phase is Phase.FINISHING and event.version == core.state.step
         if last_one and self._save_failures >= TRIES:
             core.fail(f"the last checkpoint could not be saved: {event.reason}", event.exit_code)
         elif last_one or self.holding:
@@ -179,9 +233,8 @@ class Finishing:
 
     def begin(self) -> None:
         """Also after the plan changed: every part is done again, they are all short."""
-        self._snapshot_version, self._hold_version = -1, -1
+        self.reset()
         self._averaged = False
-        self._save_failures, self._save_again_at_s = 0, None
         self._enter(Part.AGREE)
 
     def _enter(self, part: Part) -> None:
@@ -211,10 +264,11 @@ class Finishing:
                 self._text = []
                 self._start_work(1)
             case Part.SAVE:
-                digests: dict[str, str] = {}
-                for report in self._reports.values():
-                    digests.update(report.block_digests)
-                self._save(state.step, digests)
+                if core.planning.is_saved(state.step):
+                    reason = state.stop_reason or f"all {state.step} steps are trained"
+                    core.end(done=True, reason=reason, exit_code=0)
+                else:
+                    self._save_end()
             case _:
                 assert_never(part)
 
@@ -235,18 +289,23 @@ class Finishing:
         if not all(worker_id in self._reports for worker_id in core.state.spans):
             return
         if core.phase is Phase.TRAINING and self._hold_version == message.version:
-            digests = {b: d for r in self._reports.values() for b, d in r.block_digests.items()}
             self._snapshot_version = -1
-            self._save(message.version, digests)
+            self._save_end()
         elif core.phase is Phase.FINISHING and self.part in (Part.AGREE, Part.AVERAGE):
             flaw = core.planning.digest_disagreement({w: r.block_digests for w, r in self._reports.items()})
             if not flaw:
+                # While the keeper pulls the snapshots, evaluation goes on.
+                self._save_end()
                 self._enter(Part.EVALUATE)
             elif not self._averaged:
                 core.desk.announce("average", f"replicas are averaged: {flaw}")
                 self._enter(Part.AVERAGE)
             else:
-                core.fail(f"replicas still differ after averaging: {flaw}")
+                core.desk.announce(
+                    "average", f"replicas still differ: {flaw}; the lowest ids' state is saved"
+                )
+                self._save_end()
+                self._enter(Part.EVALUATE)
 
     def exchange_failed(self, member: Member, message: ExchangeFailed) -> None:
         core = self._core
@@ -258,7 +317,7 @@ class Finishing:
             return
         member.strikes += 1
         if member.strikes >= core.config.strikes_limit:
-            core.membership.dismiss(member, Refusal.STALE, f"averaging fails at it: {message.reason}")
+            core.membership.dismiss(member, None, f"averaging fails at it: {message.reason}")
         else:
             core.planning.reissue(f"averaging {message.group} failed at {member.worker_id}: {message.reason}")
 
@@ -268,10 +327,8 @@ class Finishing:
         core, now_s, timings = self._core, self._core.now.monotonic_s, self._core.config.timings
         if self._save_again_at_s is not None and now_s >= self._save_again_at_s and self._saving is None:
             self._save_again_at_s = None
-            if core.phase is Phase.FINISHING and self.part is Part.SAVE:
-                self._enter(Part.SAVE)
-            elif core.phase is Phase.TRAINING and self.holding:
-                self._save(self._hold_version, {})
+            if core.phase is Phase.FINISHING or (core.phase is Phase.TRAINING and self.holding):
+                self._save_end()
         if self._saving is not None and now_s - self._saving[1] > timings.save_s:
             self.checkpoint_failed(CheckpointFailed(self._saving[0], "the keeper did not answer in time"))
         if core.phase is not Phase.FINISHING:
@@ -281,9 +338,7 @@ class Finishing:
         elif self.part in (Part.AGREE, Part.AVERAGE) and now_s - self._since_s > timings.digest_s:
             late = [h for h in core.holders if h.worker_id not in self._reports]
             if late:
-                core.membership.dismiss(
-                    late[0], Refusal.STALE, "it did not report its state at the end in time"
-                )
+                core.membership.dismiss(late[0], None, "it did not report its state at the end in time")
 
     def _lease_forward(self, work: ForwardWork) -> None:
         core, now_s = self._core, self._core.now.monotonic_s
@@ -348,11 +403,11 @@ class Finishing:
         work.target_count += message.target_count
         if work.done == work.count:
             loss = work.loss_sum / max(1, work.target_count)
-            if not math.isfinite(loss):
-                core.fail("the validation loss is not finite")
-                return
-            core.desk.record(EvaluationRecorded(core.state.step, loss))
-            core.desk.announce("evaluation", f"validation loss {loss:.4f} nats per token")
+            if math.isfinite(loss):
+                core.desk.record(EvaluationRecorded(core.state.step, loss))
+                core.desk.announce("evaluation", f"validation loss {loss:.4f} nats per token")
+            else:
+                core.desk.announce("evaluation", "the validation loss is not finite")
             self._enter(Part.GENERATE)
 
     def _next_token(self, token: int) -> None:
@@ -376,7 +431,9 @@ class Finishing:
         work.tries[index] = work.tries.get(index, 0) + 1
         if work.tries[index] >= TRIES:
             assert self.part is not None
-            self._core.fail(f"{self.part.value} failed {TRIES} times: {reason}")
+            # The model is worth more than figures about it.
+            self._core.desk.announce("evaluation", f"{self.part.value} failed {TRIES} times: {reason}")
+            self._enter(Part.GENERATE if self.part is Part.EVALUATE else Part.SAVE)
             return
         work.pool.append(index)
 

@@ -35,6 +35,8 @@ class StepLedger:
     samples: tuple[int, ...]
     microbatch: int
     loss_denominator: float
+    # When a microbatch was last granted or done.
+    moved_at_s: float
     pool: list[int] = field(default_factory=list)
     leases: dict[int, OpenLease] = field(default_factory=dict)
     done: dict[int, MicrobatchDone] = field(default_factory=dict)
@@ -45,10 +47,17 @@ class StepLedger:
 
     @classmethod
     def begin(
-        cls, step: int, attempt: int, samples: tuple[int, ...], microbatch: int, loss_denominator: float
+        cls,
+        step: int,
+        attempt: int,
+        samples: tuple[int, ...],
+        microbatch: int,
+        loss_denominator: float,
+        now_s: float = 0.0,
     ) -> StepLedger:
         count = len(samples) // microbatch
-        return cls(step, attempt, samples, microbatch, loss_denominator, pool=list(range(count))[::-1])
+        pool = list(range(count))[::-1]
+        return cls(step, attempt, samples, microbatch, loss_denominator, now_s, pool=pool)
 
     @property
     def count(self) -> int:
@@ -67,6 +76,7 @@ class StepLedger:
             return None
         index = self.pool.pop()
         self.leases[index] = OpenLease(worker_id, now_s)
+        self.moved_at_s = now_s
         self.touched.add(index)
         return index
 
@@ -74,9 +84,15 @@ class StepLedger:
         return sum(1 for lease in self.leases.values() if lease.worker_id == worker_id)
 
     def finish(
-        self, message: MicrobatchDone, sender: WorkerId, spans: Mapping[WorkerId, Span], stages: int
+        self,
+        message: MicrobatchDone,
+        sender: WorkerId,
+        spans: Mapping[WorkerId, Span],
+        stages: int,
+        target_count: int,
+        now_s: float = 0.0,
     ) -> str:
-        """Note a microbatch as done. Returns why not, or "" when it was taken."""
+        """Note a microbatch as done; "" when it was taken, else why not. `target_count`: what its samples have."""
         key = message.key
         if (key.step, key.attempt) != (self.step, self.attempt):
             return "it is of another step or attempt"
@@ -89,7 +105,10 @@ class StepLedger:
             return flaw
         if not math.isfinite(message.loss_sum):
             return "its loss is not finite"
+        if message.target_count != target_count:
+            return f"it reports {message.target_count} target tokens, its samples have {target_count}"
         del self.leases[key.index]
+        self.moved_at_s = now_s
         self.done[key.index] = message
         return ""
 

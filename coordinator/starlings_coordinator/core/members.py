@@ -51,8 +51,10 @@ class Member:
     load_started_at_s: float = 0.0
     # What it said with Leaving; None otherwise.
     leaving: str | None = None
-    # Failed exchanges and accusations at the present step.
+    # Attempts at the present step that failed because of it.
     strikes: int = 0
+    # It failed others before, so no plan counts on it until then.
+    set_aside_until_s: float | None = None
 
     @property
     def here(self) -> bool:
@@ -61,7 +63,9 @@ class Member:
     @property
     def usable(self) -> bool:
         """Can be planned with."""
-        return self.here and self.probe is not None and self.leaving is None
+        return (
+            self.here and self.probe is not None and self.leaving is None and self.set_aside_until_s is None
+        )
 
     def plan_worker(self) -> PlanWorker:
         assert self.probe is not None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from starlings_coordinator.core.effects import CloseSession, Send
 from starlings_coordinator.core.liveness import SilenceDetector
 from starlings_coordinator.core.members import Member, MemberState
+from starlings_coordinator.core.phase import Phase
 from starlings_coordinator.core.records import WorkerAdmitted
 from starlings_protos.messages import (
     EngineDown,
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 # The protocol versions that this coordinator speaks.
 PROTOCOL_MIN, PROTOCOL_MAX = 1, 1
+MEMBERS_MOST = 10_000
 
 
 class Membership:
@@ -33,6 +36,8 @@ class Membership:
         self.changed_at_s = 0.0
         self.changes = 0
         self._revoked: set[WorkerId] = set()
+        # Dismissed workers: how often, and until when no plan counts on them. Soft: a restart forgives.
+        self._set_aside: dict[WorkerId, tuple[int, float, str]] = {}
 
     def _changed(self) -> None:
         self.changed_at_s = self._core.now.monotonic_s
@@ -45,6 +50,11 @@ class Membership:
         refusal = self._objection(hello)
         if refusal is not None:
             core.refuse(session, worker_id, *refusal)
+            return
+        finished = core.state.finished
+        if core.phase in (Phase.DONE, Phase.FAILED) and finished is not None:
+            core.desk.ask(Send(session, worker_id, Finish(finished.done, finished.reason)))
+            core.desk.ask(CloseSession(session, worker_id, None, "the job has ended"))
             return
         now_s = core.now.monotonic_s
         old = core.members.get(worker_id)
@@ -65,9 +75,11 @@ class Membership:
                 timings.silence_least_s,
                 timings.silent_intervals * core.config.heartbeat_interval_s(len(core.members)),
             ),
-            3 * timings.silence_least_s,
+            0.0,
             now_s,
         )
+        # A hung worker is known as lost after at most a quarter more than the least.
+        detector.ceiling_s = 1.25 * detector.floor_s
         member = Member(worker_id, hello, 0, session, detector)
         core.members[worker_id] = member
         core.desk.announce("join", f"{worker_id} joined: {hello.device or 'unknown device'}")
@@ -87,6 +99,8 @@ class Membership:
                 f"worker {hello.version} speaks protocol from {hello.protocol_min}, this coordinator only "
                 f"{PROTOCOL_MIN} to {PROTOCOL_MAX}; ask the job's owner to upgrade the coordinator"
             )
+        if hello.worker_id not in core.members and len(core.members) >= MEMBERS_MOST:
+            return Refusal.LIMIT, f"the job has its limit of {MEMBERS_MOST} workers"
         if hello.job_digest and hello.job_digest != core.config.job.digest():
             return Refusal.JOB_MISMATCH, (
                 f"this worker directory belongs to another version of the job (digest {hello.job_digest[:12]}, "
@@ -102,7 +116,7 @@ class Membership:
         core.desk.announce("rejoin", f"{member.worker_id} is connected again")
         core.desk.send(member, self._welcome(member, probe_now=member.state is MemberState.PROBING))
         if member.worker_id in core.state.spans and core.plan_is_live:
-            core.planning.reissue(f"{member.worker_id} was disconnected for a moment")
+            core.planning.resume(member)
         elif member.reason and member.state is MemberState.STANDBY:
             core.desk.send(member, Standby(member.reason))
         self._changed()
@@ -155,11 +169,23 @@ class Membership:
             self._core.refused_reports += 1
             self.dismiss(member, Refusal.MALFORMED, "its probe report makes no sense")
             return
-        if member.state is MemberState.PROBING:
-            member.state, member.reason = MemberState.STANDBY, "waits for a plan"
         member.probe = report
+        if member.state is MemberState.PROBING:
+            member.state, member.reason = MemberState.STANDBY, self._reason_to_stand_by(member)
+            if member.set_aside_until_s is not None or self._core.plan_is_live:
+                self._core.desk.send(member, Standby(member.reason))
         self._changed()
         self._probe_next()
+
+    def _reason_to_stand_by(self, member: Member) -> str:
+        _, until_s, why = self._set_aside.get(member.worker_id, (0, 0.0, ""))
+        wait_s = until_s - self._core.now.monotonic_s
+        if wait_s > 0:
+            member.set_aside_until_s = until_s
+            return f"set aside for {wait_s:.0f} s: {why}"
+        if self._core.plan_is_live:
+            return "training is under way; this worker takes part from the next plan on"
+        return "waits for a plan"
 
     # ------------------------------------------------------------------ going
 
@@ -195,6 +221,7 @@ class Membership:
             self.release(member)
         else:
             member.state, member.reason = MemberState.LEAVING, member.leaving
+            self._core.finishing.holder_leaves(member)
 
     def release(self, member: Member) -> None:
         """Goodbye in order: nothing of the job depends on it any more."""
@@ -212,16 +239,23 @@ class Membership:
         if member is not None:
             self.dismiss(member, Refusal.REVOKED, "this worker's certificate was revoked by the job's owner")
 
-    def dismiss(self, member: Member, refusal: Refusal, reason: str) -> None:
-        """Against its will."""
-        self._core.desk.close(member, refusal, reason)
+    def dismiss(self, member: Member, refusal: Refusal | None, reason: str) -> None:
+        """Against its will. It may come back, and is planned with again after a while that doubles each time."""
+        core = self._core
+        times = self._set_aside.get(member.worker_id, (0, 0.0, ""))[0] + 1
+        wait_s = min(
+            core.config.timings.set_aside_most_s, core.config.timings.set_aside_s * 2.0 ** (times - 1)
+        )
+        self._set_aside[member.worker_id] = (times, core.now.monotonic_s + wait_s, reason)
+        core.desk.close(member, refusal, reason)
         self.lose(member, reason)
 
     def lose(self, member: Member, reason: str, *, announce: bool = True) -> None:
         core = self._core
         if announce:
             core.desk.announce("lost", f"{member.worker_id} was lost: {reason}")
-        core.desk.close(member, Refusal.STALE, f"the coordinator gave this worker up: {reason}")
+        # No refusal: if it is alive after all, it comes back as a new life.
+        core.desk.close(member, None, f"the coordinator gave this worker up: {reason}")
         member.state = MemberState.LOST
         core.members.pop(member.worker_id, None)
         self._vacate(member, f"{member.worker_id} was lost: {reason}")
@@ -239,6 +273,9 @@ class Membership:
         """Silence, streams that did not come back, probes that never end."""
         core, now_s, timings = self._core, self._core.now.monotonic_s, self._core.config.timings
         for member in list(core.members.values()):
+            if member.set_aside_until_s is not None and now_s >= member.set_aside_until_s:
+                member.set_aside_until_s, member.reason = None, "waits for a plan"
+                self._changed()
             if forgive:
                 member.detector.forgive(now_s)
                 if member.disconnected_at_s is not None:
@@ -253,6 +290,4 @@ class Membership:
                 and member.probe_started_at_s is not None
                 and now_s - member.probe_started_at_s > timings.probe_s
             ):
-                self.dismiss(
-                    member, Refusal.STALE, f"its device was not measured within {timings.probe_s:.0f} s"
-                )
+                self.dismiss(member, None, f"its device was not measured within {timings.probe_s:.0f} s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from starlings_coordinator.core.effects import ComputePlan
@@ -12,6 +13,7 @@ from starlings_coordinator.core.views import gossip_peers
 from starlings_coordinator.core.waiting import (
     ForKeeper,
     ForPlanner,
+    ForProbes,
     ForRetry,
     ForRoom,
     ForSettling,
@@ -28,7 +30,6 @@ from starlings_protos.messages import (
     PlanReply,
     PlanRequest,
     Ready,
-    Refusal,
     Span,
     Standby,
     StepRestarted,
@@ -53,19 +54,34 @@ class Planning:
         self._impossible: tuple[int, str] | None = None
         self._retry: tuple[float, str] | None = None
         self._slots: dict[WorkerId, PlannedWorker] = {}
-        # Where the present plan's workers load from.
-        self._load_version = 0
+        # Since when enough workers are there to plan with.
+        self._enough_since_s: float | None = None
 
     # ------------------------------------------------------------------ the keeper
 
     def keeper_started(self, addresses: tuple[str, ...], versions: tuple[int, ...]) -> None:
+        moved = bool(self._keeper_addresses) and addresses != self._keeper_addresses
         self._keeper_addresses, self._keeper_versions = addresses, frozenset(versions)
+        if moved and self._core.phase is Phase.LOADING:
+            self.gather_again("the keeper was started again elsewhere")
 
     def keeper_lost(self) -> None:
         self._keeper_addresses = ()
 
     def keeper_has(self, version: int) -> None:
         self._keeper_versions |= {version}
+
+    def is_saved(self, version: int) -> bool:
+        return version in self._keeper_versions
+
+    @property
+    def restart_version(self) -> int:
+        """Where training can begin: the newest version that the keeper serves of those that belong to this line of
+        steps. With a log that knows no plan (a new one beside old checkpoints), the newest of all.
+        """
+        state = self._core.state
+        known = [v for v in self._keeper_versions if v <= state.step or not state.plan_version]
+        return max(known, default=state.restart_version)
 
     # ------------------------------------------------------------------ gathering
 
@@ -88,15 +104,33 @@ class Planning:
         usable = self._usable()
         need = core.config.job.swarm.min_workers
         if len(usable) < need or not usable:
+            self._enough_since_s = None
+            aside = [m for m in core.members.values() if m.here and m.set_aside_until_s is not None]
+            if aside and len(usable) + len(aside) >= max(need, 1):
+                first = min(aside, key=lambda m: (m.set_aside_until_s or 0.0, m.worker_id))
+                return ForRetry(
+                    f"{first.worker_id} is {first.reason}", max(0.0, (first.set_aside_until_s or 0.0) - now_s)
+                )
             have = sum(1 for m in core.members.values() if m.here and m.leaving is None)
             return ForWorkers(have, max(need, 1), len(usable))
-        version = core.state.restart_version
+        version = self.restart_version
         if not self._keeper_addresses or version not in self._keeper_versions:
             return ForKeeper(version)
         if self._impossible is not None and self._impossible[0] == core.membership.changes:
             return ForRoom(self._impossible[1])
         if self._retry is not None and now_s < self._retry[0]:
             return ForRetry(self._retry[1], self._retry[0] - now_s)
+        if self._enough_since_s is None:
+            self._enough_since_s = now_s
+        if now_s - self._enough_since_s > core.config.timings.gather_most_s:
+            return None
+        measured_later = sum(
+            1
+            for m in core.members.values()
+            if m.here and m.state in (MemberState.JOINING, MemberState.PROBING)
+        )
+        if measured_later:
+            return ForProbes(measured_later)
         settled_at_s = core.membership.changed_at_s + core.config.job.swarm.settle_s
         if now_s < settled_at_s:
             return ForSettling(settled_at_s - now_s)
@@ -114,7 +148,7 @@ class Planning:
         core.phase = Phase.PLANNING
         self.waiting = Waiting(ForPlanner(), self._because)
         # The cut is fixed once anything was trained.
-        stages = core.state.stages if core.state.restart_version > 0 else ()
+        stages = core.state.stages if self.restart_version > 0 else ()
         core.desk.ask(
             ComputePlan(
                 PlanRequest(
@@ -183,9 +217,11 @@ class Planning:
 
     def _adopt(self, reply: PlanReply, spans: dict[WorkerId, Span]) -> None:
         core, state = self._core, self._core.state
-        version = state.restart_version
+        version = self.restart_version
         lost = state.step - version
-        attempt = state.attempt + 1 if version == state.step and state.plan_version else 0
+        attempt = 0
+        if state.plan_version:
+            attempt = state.attempt + 1 if version == state.step else state.highest_attempt + 1
         core.desk.record(
             PlanAdopted(
                 state.plan_version + 1,
@@ -202,7 +238,6 @@ class Planning:
             )
         self._slots = {planned.worker_id: planned for planned in reply.workers}
         core.planned_memory_bytes = {p.worker_id: p.memory_bytes for p in reply.workers if p.span is not None}
-        self._load_version = version
         self._because = ""
         core.phase = Phase.LOADING
         ratio = reply.predicted_microbatches_per_s / max(reply.bound_microbatches_per_s, 1e-12)
@@ -273,7 +308,7 @@ class Planning:
             core.refused_reports += 1
             core.membership.dismiss(
                 member,
-                Refusal.NOT_HELD,
+                None,
                 f"it is ready with version {message.version} of other blocks than planned",
             )
             return
@@ -287,11 +322,13 @@ class Planning:
 
     def _everybody_is_ready(self) -> None:
         core = self._core
-        flaw = self.digest_disagreement({h.worker_id: h.ready.block_digests for h in core.holders if h.ready})
-        if flaw:
-            core.fail(
-                f"replicas loaded unlike weights: {flaw}; check the job directory's weights", exit_code=1
+        digests = {h.worker_id: h.ready.block_digests for h in core.holders if h.ready}
+        for worker_id in sorted(odd_ones(digests)):
+            # The first dismissal ends this plan; the others are not counted on in the next either.
+            core.membership.dismiss(
+                core.members[worker_id], None, "it loaded other weights than its replicas"
             )
+        if core.phase is not Phase.LOADING:
             return
         for holder in core.holders:
             if holder.leaving is None:
@@ -315,9 +352,7 @@ class Planning:
         for holder in core.holders:
             late_s = core.now.monotonic_s - holder.load_started_at_s
             if holder.ready is None and late_s > core.config.timings.load_s:
-                core.membership.dismiss(
-                    holder, Refusal.STALE, f"it did not load its span within {late_s:.0f} s"
-                )
+                core.membership.dismiss(holder, None, f"it did not load its span within {late_s:.0f} s")
                 return
 
     def loading_words(self) -> str:
@@ -339,12 +374,24 @@ class Planning:
         self._reissue(left, reason)
 
     def reissue(self, reason: str) -> None:
-        """The same spans again: somebody may have missed messages."""
-        core = self._core
-        if core.phase is Phase.LOADING:
-            self.gather_again(reason)
-        else:
-            self._reissue(dict(core.state.spans), reason)
+        """The same spans again, as a new attempt."""
+        self._reissue(dict(self._core.state.spans), reason)
+
+    def resume(self, member: Member) -> None:
+        """A holder is back on a new stream within its grace: it keeps its place, and hears again what it missed.
+
+        The commit comes first: with it the worker is at the assignment's version. What it said may be lost too, so the
+        attempt is void.
+        """
+        core, state = self._core, self._core.state
+        core.stepping.repeat_commit(member)
+        core.desk.send(member, self._assignment(member, state.spans[member.worker_id]))
+        reason = f"{member.worker_id} was disconnected for a moment"
+        if core.phase is Phase.TRAINING:
+            core.stepping.retry(reason, futile=False)
+        elif core.phase is Phase.FINISHING:
+            core.stepping.announce_attempt(reason)
+            core.finishing.begin()
 
     def _reissue(self, spans: dict[WorkerId, Span], reason: str) -> None:
         core, state = self._core, self._core.state
@@ -364,6 +411,7 @@ class Planning:
             core.desk.send(holder, StepRestarted(state.step, state.attempt, reason))
         if core.phase is Phase.TRAINING:
             core.stepping.open_ledger()
+            core.finishing.renew_hold()
         else:
             core.finishing.begin()
 
@@ -375,8 +423,24 @@ class Planning:
                 self._stand_by(holder, reason)
         core.ledger = None
         core.phase = Phase.GATHERING
+        core.stepping.forget_commit()
+        core.finishing.reset()
         self._because = reason
         for member in list(core.members.values()):
             member.ready = None
             if member.leaving is not None:
                 core.membership.release(member)
+
+
+def odd_ones(reports: Mapping[WorkerId, Mapping[str, str]]) -> set[WorkerId]:
+    """Who holds some block unlike most of its replicas; of two unlike halves, the one without the lowest id."""
+    holders: dict[str, dict[str, list[WorkerId]]] = {}
+    for worker_id, digests in sorted(reports.items()):
+        for block, digest in digests.items():
+            holders.setdefault(block, {}).setdefault(digest, []).append(worker_id)
+    odd: set[WorkerId] = set()
+    for groups in holders.values():
+        # `max` keeps the first of equals, which holds the lowest id.
+        most = max(groups.values(), key=len)
+        odd |= {w for group in groups.values() if group is not most for w in group}
+    return odd

@@ -40,8 +40,15 @@ class Durable:
     # The step to train next = the version of the committed weights, and the highest attempt at it so far.
     step: int = 0
     attempt: int = 0
+    # No (step, attempt) is ever used twice, so that a late message of a void line of steps cannot be mistaken: after a
+    # rewind, steps up to `repeat_until` begin at `repeat_attempt`, above every attempt before.
+    highest_attempt: int = 0
+    repeat_attempt: int = 0
+    repeat_until: int = -1
     tokens: int = 0
     samples_trained: int = 0
+    # Distinct (epoch, sample) of all steps that were ever committed, also of those that a rewind undid.
+    samples_leased: int = 0
     # Samples that a committed step should have had and had not: a defect if it is ever positive.
     samples_lost: int = 0
     worker_tokens: dict[WorkerId, int] = field(default_factory=dict)
@@ -61,6 +68,10 @@ class Durable:
         """The newest version that the keeper has: training can always begin again there."""
         return max((version for version in self.checkpoints if version <= self.step), default=0)
 
+    def first_attempt(self, step: int) -> int:
+        """The attempt with which `step` begins after the step before it was committed."""
+        return self.repeat_attempt if step <= self.repeat_until else 0
+
 
 def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> None:
     """Apply one record. Total: every record that was ever written is understood."""
@@ -68,19 +79,24 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
         case WorkerAdmitted():
             state.incarnations[record.worker_id] = record.incarnation
         case PlanAdopted():
-            if record.step < state.step:
-                _rewind(state, record.step, batch, tokens_per_sample)
+            if record.step != state.step:
+                state.repeat_until = max(state.repeat_until, state.step)
+                state.repeat_attempt = record.attempt
+                _move_to(state, record.step, batch, tokens_per_sample)
             state.plan_version = record.plan_version
             state.stages = record.stages
             state.spans = dict(record.spans)
             state.step, state.attempt = record.step, record.attempt
+            state.highest_attempt = max(state.highest_attempt, record.attempt)
             state.finished = None
         case StepRetried():
             state.attempt = record.attempt
+            state.highest_attempt = max(state.highest_attempt, record.attempt)
         case StepRecorded():
-            state.step, state.attempt = record.step + 1, 0
+            state.step, state.attempt = record.step + 1, state.first_attempt(record.step + 1)
             state.tokens += record.tokens
             state.samples_trained += record.samples
+            state.samples_leased = max(state.samples_leased, (record.step + 1) * batch)
             state.samples_lost += batch - record.samples
             for worker_id, microbatch_tokens in record.credits:
                 state.worker_tokens[worker_id] = state.worker_tokens.get(worker_id, 0) + microbatch_tokens
@@ -103,8 +119,10 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
             assert_never(record)
 
 
-def _rewind(state: Durable, step: int, batch: int, tokens_per_sample: int) -> None:
-    """Steps after `step` are lost with their weights; they will be trained again on the same samples."""
+def _move_to(state: Durable, step: int, batch: int, tokens_per_sample: int) -> None:
+    """Training goes on from another version: steps after it are lost with their weights, and trained again on the same
+    samples. (Forward only when checkpoints outlived their log.)
+    """
     state.tokens = step * batch * tokens_per_sample
     state.samples_trained = step * batch
     state.loss_curve = [point for point in state.loss_curve if point.step < step]

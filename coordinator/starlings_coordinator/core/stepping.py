@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from starlings_coordinator.core.ledger import Flaw, StepLedger
@@ -25,7 +26,7 @@ from starlings_protos.messages import (
     MicrobatchKey,
     PeerUnreachable,
     Prepared,
-    Refusal,
+    Span,
     StepCommitted,
     StepRestarted,
     WorkerId,
@@ -46,7 +47,10 @@ class Stepping:
         self._failures: dict[int, set[WorkerId]] = {}
         # Workers that reported a broken link in this attempt: their failures are the network's.
         self._link_trouble: set[WorkerId] = set()
-        self._accusations: dict[WorkerId, int] = {}
+        # Who was reported as unreachable in this attempt, and by whom.
+        self._accusations: dict[WorkerId, set[WorkerId]] = {}
+        # The last commit and who was to keep a copy, for those who missed it.
+        self._last_commit: tuple[StepCommitted, frozenset[WorkerId]] | None = None
 
     # ------------------------------------------------------------------ a step begins
 
@@ -61,7 +65,6 @@ class Stepping:
     def _new_step(self) -> None:
         self._futile_attempts = 0
         self._failures.clear()
-        self._accusations.clear()
         for member in self._core.members.values():
             member.strikes = 0
 
@@ -69,6 +72,7 @@ class Stepping:
         """A fresh ledger for the present (step, attempt); over for good when there is no step left."""
         core, state, job = self._core, self._core.state, self._core.config.job
         self._link_trouble.clear()
+        self._accusations.clear()
         if self._pause_or_end():
             return
         samples = samples_of_step(job.job.seed, core.config.population, state.step, job.train.batch)
@@ -78,6 +82,7 @@ class Stepping:
             samples,
             job.train.microbatch,
             float(core.config.count_targets(samples)) or 1.0,
+            core.now.monotonic_s,
         )
 
     def _pause_or_end(self) -> bool:
@@ -115,7 +120,7 @@ class Stepping:
                 wishing.remove(member)
             key = MicrobatchKey(LeaseKind.TRAIN, ledger.step, ledger.attempt, index)
             granted.setdefault(member.worker_id, []).append(
-                Lease(key, ledger.samples_of(index), ledger.loss_denominator, core.config.timings.lease_s)
+                Lease(key, ledger.samples_of(index), ledger.loss_denominator, self.lease_s)
             )
         for worker_id, leases in granted.items():
             core.desk.send(core.members[worker_id], LeaseGrant(tuple(leases)))
@@ -133,12 +138,28 @@ class Stepping:
         if (message.key.step, message.key.attempt) != (ledger.step, ledger.attempt):
             core.dropped_messages += 1
             return
-        objection = ledger.finish(message, member.worker_id, core.state.spans, len(core.state.stages))
+        lease = ledger.leases.get(message.key.index)
+        if lease is None or lease.worker_id != member.worker_id:
+            core.dropped_messages += 1  # A second copy, after a reconnection.
+            return
+        expected = core.config.count_targets(ledger.samples_of(message.key.index))
+        objection = ledger.finish(
+            message,
+            member.worker_id,
+            core.state.spans,
+            len(core.state.stages),
+            expected,
+            core.now.monotonic_s,
+        )
         if objection:
+            # Its gradient is somewhere, and nobody can say what it is: only a new attempt settles that.
             core.refused_reports += 1
-            core.desk.announce(
-                "refused", f"microbatch {message.key.index} of {member.worker_id}: {objection}"
-            )
+            if math.isfinite(message.loss_sum):
+                member.strikes += (
+                    1  # A loss that is not finite is nobody's fault; it fails the job if it stays.
+                )
+            self.retry(f"microbatch {message.key.index} of {member.worker_id}: {objection}")
+            self._drop_offenders()
             return
         if ledger.complete:
             self._open_exchange()
@@ -162,7 +183,11 @@ class Stepping:
                     f"{message.reason}"
                 )
                 return
+            member.strikes += 1
+        else:
+            self._blame(member)
         self.retry(f"microbatch {key.index} failed at {member.worker_id}: {message.reason}")
+        self._drop_offenders()
 
     # ------------------------------------------------------------------ the exchange
 
@@ -196,7 +221,7 @@ class Stepping:
             )
             core.desk.send(
                 holder,
-                ExchangeOpened(state.step, state.attempt, mine, core.config.timings.exchange_s, purpose),
+                ExchangeOpened(state.step, state.attempt, mine, self.exchange_s, purpose),
             )
 
     def _shares(self, members: tuple[WorkerId, ...]) -> list[float]:
@@ -238,31 +263,41 @@ class Stepping:
         if ledger is None or (message.step, message.attempt) != (ledger.step, ledger.attempt):
             core.dropped_messages += 1
             return
-        member.strikes += 1
+        self._blame(member)
         self.retry(f"the exchange of {message.group} failed at {member.worker_id}: {message.reason}")
         self._drop_offenders()
 
     def peer_unreachable(self, member: Member, message: PeerUnreachable) -> None:
-        """One report voids nothing by itself; a worker that is accused again and again is dropped."""
+        """A report voids nothing by itself; it says whom to blame should the attempt fail."""
         core = self._core
         core.desk.announce(
             "unreachable", f"{member.worker_id} cannot reach {message.worker_id}: {message.reason}"
         )
         self._link_trouble |= {member.worker_id, message.worker_id}
-        self._accusations[message.worker_id] = self._accusations.get(message.worker_id, 0) + 1
-        self._drop_offenders()
+        if message.worker_id in core.state.spans:
+            self._accusations.setdefault(message.worker_id, set()).add(member.worker_id)
+
+    def _blame(self, reporter: Member) -> None:
+        """One strike for a failed attempt: to whom most others could not reach, else to who reports the failure.
+
+        Two that only cannot reach each other accuse each other: then one of them goes, the higher id.
+        """
+        core = self._core
+        suspect = max(
+            sorted(self._accusations),
+            key=lambda w: (len(self._accusations[w]), w),
+            default=reporter.worker_id,
+        )
+        core.members.get(suspect, reporter).strikes += 1
 
     def _drop_offenders(self) -> None:
         core, limit = self._core, self._core.config.strikes_limit
         if core.phase is not Phase.TRAINING:
             return
         for holder in core.holders:
-            accused = self._accusations.get(holder.worker_id, 0)
-            if holder.strikes >= limit or accused >= limit:
-                why = "its exchanges failed" if holder.strikes >= limit else "its peers cannot reach it"
-                self._accusations.pop(holder.worker_id, None)
+            if holder.strikes >= limit:
                 core.membership.dismiss(
-                    holder, Refusal.STALE, f"{why} {limit} times at step {core.state.step}"
+                    holder, None, f"{limit} attempts at step {core.state.step} failed because of it"
                 )
                 return
 
@@ -289,18 +324,12 @@ class Stepping:
         limit = job.train.clip
         clip = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         rate = learning_rate(job.train, ledger.step, job.steps_total)
-        targets = sum(message.target_count for message in ledger.done.values())
         loss = math.fsum(message.loss_sum for message in ledger.done.values()) / ledger.loss_denominator
         tokens_each = job.train.microbatch * job.tokens_per_sample
         credits: dict[WorkerId, int] = {}
         for message in ledger.done.values():
             for hop in message.route:
                 credits[hop.worker_id] = credits.get(hop.worker_id, 0) + tokens_each
-        if targets != int(ledger.loss_denominator):
-            self._reject(
-                Flaw(f"the step has {targets} target tokens, its samples {ledger.loss_denominator:.0f}")
-            )
-            return
         commit = StepRecorded(
             ledger.step,
             ledger.attempt,
@@ -317,49 +346,101 @@ class Stepping:
         core.rates.step(now_s, commit.tokens, commit.credits)
         core.finishing.all_applied(ledger.step)
         donors = core.finishing.donors() if core.finishing.wants_checkpoint(core.state.step) else frozenset()
+        self._last_commit = (StepCommitted(ledger.step, ledger.attempt, rate, clip, norm), donors)
         for holder in core.holders:
-            core.desk.send(
-                holder,
-                StepCommitted(ledger.step, ledger.attempt, rate, clip, norm, holder.worker_id in donors),
-            )
+            self.repeat_commit(holder)
+            if core.state.attempt > 0:
+                # Workers expect attempt 0 of a new step; this one was trained before, in a line that is void.
+                core.desk.send(
+                    holder, StepRestarted(core.state.step, core.state.attempt, "this step is done again")
+                )
         core.finishing.committed(bool(donors))
         self._new_step()
         self.open_ledger()
+        core.finishing.let_go()
 
-    def retry(self, reason: str) -> None:
-        """The attempt is void: its gradient is forgotten everywhere and its samples are leased again."""
+    def repeat_commit(self, member: Member) -> None:
+        """Say the last commit to a holder, if the present step follows it."""
+        if self._last_commit is None or self._last_commit[0].step + 1 != self._core.state.step:
+            return
+        commit, donors = self._last_commit
+        self._core.desk.send(member, replace(commit, snapshot=member.worker_id in donors))
+
+    def forget_commit(self) -> None:
+        self._last_commit = None
+
+    @property
+    def exchange_s(self) -> float:
+        """Patience with an exchange: the least, and time to send the largest span's gradient thrice both ways."""
+        core = self._core
+        largest = max(map(self._parameters, core.state.spans.values()), default=0)
+        probes = [holder.probe for holder in core.holders if holder.probe is not None]
+        rates = [probe.uplink_bytes_per_s for probe in probes if probe.uplink_bytes_per_s > 0]
+        slowest = max(1e5, min([*rates, core.config.timings.unknown_uplink_bytes_per_s]))
+        return core.config.timings.exchange_s + 3 * 2 * 4 * largest / slowest
+
+    def _parameters(self, span: Span) -> int:
+        stages = self._core.state.stages
+        first, last = stages[span.first_stage].first_block, stages[span.last_stage].last_block
+        return self._core.config.profile.stage_parameters(first, last)
+
+    @property
+    def lease_s(self) -> float:
+        """Patience with a lease: the least, and twenty passes through full queues of the slowest holders."""
+        core = self._core
+        slowest = [0.0] * len(core.state.stages)
+        for holder in core.holders:
+            span = core.state.spans[holder.worker_id]
+            peer = holder.peer(span, core.state.stages, core.config.profile, 1) if holder.probe else None
+            for at, stage in enumerate(span.stages if peer is not None else ()):
+                assert peer is not None
+                slowest[stage] = max(slowest[stage], peer.forward_seconds[at] + peer.backward_seconds[at])
+        return core.config.timings.lease_s + 20 * 8 * sum(slowest)
+
+    def retry(self, reason: str, *, futile: bool = True) -> None:
+        """The attempt is void: its gradient is forgotten everywhere and its samples are leased again.
+
+        `futile` attempts count: a step that fails by itself again and again fails the job.
+        """
         core, state = self._core, self._core.state
-        self._futile_attempts += 1
+        self._futile_attempts += futile
         if self._futile_attempts >= core.config.attempts_limit:
             core.fail(
                 f"step {state.step} failed {self._futile_attempts} times in a row; the last time: {reason}"
             )
             return
+        self.announce_attempt(reason)
+        self.open_ledger()
+        core.finishing.renew_hold()
+
+    def announce_attempt(self, reason: str) -> None:
+        """The next attempt at the present step (or at what follows the last one) begins, for all holders."""
+        core, state = self._core, self._core.state
         core.desk.record(StepRetried(state.step, state.attempt + 1, reason))
         core.desk.announce("step_restarted", f"step {state.step} begins again: {reason}")
         for holder in core.holders:
             core.desk.send(holder, StepRestarted(state.step, state.attempt, reason))
-        self.open_ledger()
 
     def _watch(self) -> None:
         """Deadlines: an exchange that does not end, a lease that nobody acknowledges."""
         core, ledger, now_s = self._core, self._core.ledger, self._core.now.monotonic_s
         assert ledger is not None
         timings = core.config.timings
-        if (
-            ledger.opened_at_s is not None
-            and now_s - ledger.opened_at_s > timings.exchange_s + timings.retry_s
-        ):
+        if ledger.opened_at_s is not None and now_s - ledger.opened_at_s > self.exchange_s + timings.retry_s:
             missing = [h for h in core.holders if h.worker_id not in ledger.prepared]
             for member in missing:
                 member.strikes += 1
             self.retry(
-                f"not prepared within {timings.exchange_s:.0f} s: {', '.join(m.worker_id for m in missing)}"
+                f"not prepared within {self.exchange_s:.0f} s: {', '.join(m.worker_id for m in missing)}"
             )
             self._drop_offenders()
             return
+        oldest = next(iter(ledger.leases.values()), None)
+        if oldest is None or now_s - oldest.granted_at_s <= timings.lease_s:
+            return
+        patience_s = self.lease_s
         for index, lease in ledger.leases.items():
-            if now_s - lease.granted_at_s > timings.lease_s:
+            if now_s - lease.granted_at_s > patience_s:
                 if (holder := core.members.get(lease.worker_id)) is not None:
                     holder.strikes += 1
                 self.retry(f"microbatch {index} was not acknowledged by {lease.worker_id} in time")
@@ -378,4 +459,10 @@ class Stepping:
         ):
             missing = sorted(w for w in core.state.spans if w not in ledger.prepared)
             return f"waiting for {', '.join(missing[:4])} to exchange"
+        quiet_s = core.now.monotonic_s - ledger.moved_at_s
+        if ledger.opened_at_s is None and quiet_s > 2 * core.config.timings.retry_s:
+            if ledger.leases:
+                holders = sorted({lease.worker_id for lease in ledger.leases.values()})
+                return f"waiting for microbatches that {', '.join(holders[:4])} began"
+            return "waiting for a worker with the first stage to ask for work"
         return ""

@@ -64,7 +64,7 @@ def status(core: Core, now_s: float) -> StatusReply:
         plan_version=state.plan_version,
         events=tuple(core.events),
         loss_curve=tuple(state.loss_curve),
-        samples_leased=state.samples_trained + state.samples_lost + touched,
+        samples_leased=max(state.samples_leased, state.samples_trained + state.samples_lost + touched),
         samples_trained=state.samples_trained,
         samples_lost=state.samples_lost,
         checkpoint=state.checkpoints[max(state.checkpoints)] if state.checkpoints else "",

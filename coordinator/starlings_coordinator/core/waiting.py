@@ -21,6 +21,13 @@ class ForSettling:
 
 
 @dataclass(frozen=True, slots=True)
+class ForProbes:
+    """Enough are here, and others are still being measured."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class ForKeeper:
     """Nobody can load weights before the keeper serves them."""
 
@@ -45,7 +52,7 @@ class ForRetry:
     seconds: float
 
 
-Reason = ForWorkers | ForSettling | ForKeeper | ForPlanner | ForRoom | ForRetry
+Reason = ForWorkers | ForSettling | ForProbes | ForKeeper | ForPlanner | ForRoom | ForRetry
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,8 @@ def _words(reason: Reason) -> str:
             return f"{text} to join"
         case ForSettling():
             return f"waiting {reason.seconds:.0f} s for others to join"
+        case ForProbes():
+            return f"waiting for {reason.count} more worker{'s' * (reason.count != 1)} to be measured"
         case ForKeeper():
             return f"waiting for the keeper to serve version {reason.version} of the weights"
         case ForPlanner():
