@@ -44,6 +44,8 @@ class DatasetMeta:
     masked: bool = False
     # Tokens between the beginnings of two records; one token is shared unless there is a mask.
     stride_tokens: int = 0
+    # The same for held-out records, which are drawn from all over the held-out text; 0 = as for training.
+    held_out_stride_tokens: int = 0
     # (channels, rows, columns); empty for tokens.
     image_shape: tuple[int, ...] = ()
     # Longest sequence that the model takes: generation keeps only this many last tokens.
@@ -75,7 +77,8 @@ class DatasetMeta:
             raise JobFileError("the dataset is empty")
         if self.kind == IMAGES and (len(self.image_shape) != 3 or min(self.image_shape) < 1):
             raise JobFileError("the dataset's images have no shape")
-        if self.kind == TOKENS and self.stride_tokens not in (self.sequence_length, self.sequence_length + 1):
+        strides = {self.stride_tokens, self.held_out_stride_tokens or self.stride_tokens}
+        if self.kind == TOKENS and not strides <= {self.sequence_length, self.sequence_length + 1}:
             raise JobFileError("the dataset's records overlap in an unknown way")
 
     @property
@@ -167,10 +170,10 @@ class RecordStore:
             self.meta = DatasetMeta.from_json((directory / "dataset.json").read_bytes())
         except OSError:
             raise NotPrepared(f"{directory} holds no prepared dataset: run `starlings prepare`") from None
-        self._train = _Records(directory, "tokens.bin", "mask.bin", self.meta, self.meta.population)
-        self._held_out = _Records(
-            directory, "held_out.bin", "held_out_mask.bin", self.meta, self.meta.held_out
-        )
+        meta = self.meta
+        stride = meta.held_out_stride_tokens or meta.stride_tokens
+        self._train = _Records(directory, "tokens.bin", "mask.bin", meta, meta.population, meta.stride_tokens)
+        self._held_out = _Records(directory, "held_out.bin", "held_out_mask.bin", meta, meta.held_out, stride)
 
     @property
     def population(self) -> int:
@@ -225,19 +228,20 @@ class RecordStore:
 class _Records:
     """One file of records and, where there is a mask, its companion."""
 
-    def __init__(self, directory: Path, name: str, mask_name: str, meta: DatasetMeta, count: int) -> None:
-        self._meta, self._count = meta, count
+    def __init__(
+        self, directory: Path, name: str, mask_name: str, meta: DatasetMeta, count: int, stride_tokens: int
+    ) -> None:
+        self._meta, self._count, self._stride_tokens = meta, count, stride_tokens
         if meta.kind == IMAGES:
             self._stride, self._size = meta.record_bytes, meta.record_bytes
         else:
-            self._stride = meta.stride_tokens * meta.token_bytes
+            self._stride = stride_tokens * meta.token_bytes
             self._size = meta.tokens_per_record * meta.token_bytes
         self._data = _map(directory / name, (count - 1) * self._stride + self._size)
         self._mask: mmap.mmap | None = None
         if meta.masked:
-            self._mask = _map(
-                directory / mask_name, (count - 1) * meta.stride_tokens + meta.tokens_per_record
-            )
+            least = (count - 1) * stride_tokens + meta.tokens_per_record
+            self._mask = _map(directory / mask_name, least)
 
     def read(self, ids: Sequence[int]) -> bytes:
         parts = []
@@ -263,7 +267,7 @@ class _Records:
 
     def _mask_of(self, sample: int) -> bytes:
         assert self._mask is not None
-        begin = sample * self._meta.stride_tokens
+        begin = sample * self._stride_tokens
         return self._mask[begin : begin + self._meta.tokens_per_record]
 
     def _checked(self, sample: int) -> int:

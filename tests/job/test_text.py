@@ -20,7 +20,6 @@ from starlings_job.data.batch import decode_prompt, decode_records, loss_sum
 from starlings_job.data.prepare_text import write_text
 from starlings_job.data.sources import Document, find_documents, limited, split_documents
 from starlings_job.data.tokenizer import ByteTokenizer, load_tokenizer, resolve_tokenizer
-from starlings_job.data.writer import EntropyCounter
 from starlings_job.errors import JobFileError, NoDataMatched, NotPrepared
 from starlings_job.records import DatasetMeta, RecordStore, pack_tokens, unpack_tokens
 from starlings_job.sections import DataSection
@@ -52,7 +51,7 @@ def texts(base: Path, count: int = 12, size: int = 100) -> dict[str, bytes]:
 
 
 def test_records_are_windows_that_share_one_token(tmp_path: Path) -> None:
-    found = texts(tmp_path, count=24, size=30)
+    found = texts(tmp_path, count=60, size=60)
     meta = write(tmp_path / "out", tmp_path)
     store = RecordStore(tmp_path / "out")
     train = (tmp_path / "out" / "tokens.bin").read_bytes()
@@ -61,17 +60,22 @@ def test_records_are_windows_that_share_one_token(tmp_path: Path) -> None:
     assert store.read([0, 3]) == train[0:9] + train[24:33]
     last = store.population - 1
     assert store.read([last]) == train[8 * last : 8 * last + 9]
-    assert store.read_held_out([0]) == held[:9]
-    assert len(held) <= 4 * 8 + 1
-    # The held-out document is whole, and in no training sample.
-    assert any(text.startswith(held) for text in found.values())
-    assert held[:20] not in train
+    # Held-out records lie apart, four of them, drawn from whole documents that no training sample touches.
+    assert len(held) == 4 * 9
+    assert store.read_held_out([1, 3]) == held[9:18] + held[27:36]
+    outside = [name for name in sorted(found) if found[name] not in train]
+    assert train == b"".join(found[name] for name in sorted(found) if name not in outside)
+    pool = b"".join(found[name] for name in outside)
+    assert len(outside) > 3
+    positions = [pool.index(held[9 * i : 9 * i + 9]) for i in range(4)]
+    assert positions == sorted(positions)
+    assert positions[-1] - positions[0] > len(pool) // 2
     assert store.target_count([0, 1, 2]) == 24
     assert store.held_out_target_count([0]) == 8
     assert store.held_out_tokens(0, 5) == tuple(held[:5])
     everything = b"".join(found[name] for name in sorted(found))
     assert meta.source_sha256 == hashlib.sha256(everything).hexdigest()
-    assert (meta.source_bytes, meta.source_files) == (len(everything), 24)
+    assert (meta.source_bytes, meta.source_files) == (len(everything), 60)
     batch = decode_records(store.read([1, 2]), store.meta)
     assert batch.inputs.tolist() == [list(train[8:16]), list(train[16:24])]
     assert batch.targets.tolist() == [list(train[9:17]), list(train[17:25])]
@@ -93,21 +97,13 @@ def test_entropies_by_counting(tmp_path: Path) -> None:
     texts(tmp_path)
     meta = write(tmp_path / "out", tmp_path)
     held = (tmp_path / "out" / "held_out.bin").read_bytes()
-    ones, pairs = Counter(held), Counter(pairwise(held))
-    n = len(held)
+    rows = [held[9 * i : 9 * i + 9] for i in range(meta.held_out)]
+    pairs = Counter(pair for row in rows for pair in pairwise(row))
+    ones, n = Counter(b for _, b in pairs.elements()), 8 * len(rows)
     assert meta.unigram_entropy == pytest.approx(-sum(c / n * log(c / n) for c in ones.values()))
-    first = Counter(held[:-1])
-    expected = -sum(c / (n - 1) * log(c / first[a]) for (a, _), c in pairs.items())
+    first = Counter(a for a, _ in pairs.elements())
+    expected = -sum(c / n * log(c / first[a]) for (a, _), c in pairs.items())
     assert meta.bigram_entropy == pytest.approx(expected)
-
-
-def test_entropies_do_not_depend_on_the_pieces() -> None:
-    data = b"the cat sat on the mat"
-    whole, parts = EntropyCounter(), EntropyCounter()
-    whole.add(data)
-    for begin in range(0, len(data), 5):
-        parts.add(data[begin : begin + 5])
-    assert (whole.unigram, whole.bigram) == (parts.unigram, parts.bigram)
 
 
 def test_prompts_are_no_targets(tmp_path: Path) -> None:
@@ -158,7 +154,9 @@ def test_one_large_file_gives_its_end(tmp_path: Path) -> None:
     meta = write(tmp_path / "out", tmp_path)
     held = (tmp_path / "out" / "held_out.bin").read_bytes()
     train = (tmp_path / "out" / "tokens.bin").read_bytes()
-    assert train + held == text
+    assert text.startswith(train)
+    assert len(text) - len(train) == 4 * 9 * 8
+    assert all(held[9 * i : 9 * i + 9] in text[len(train) :] for i in range(4))
     assert meta.held_out == 4
 
 

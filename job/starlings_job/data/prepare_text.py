@@ -17,13 +17,15 @@ from starlings_job.data.sources import (
     split_documents,
 )
 from starlings_job.data.tokenizer import BYTES, Tokenizer
-from starlings_job.data.writer import EntropyCounter, TokenWriter
+from starlings_job.data.writer import HeldOutWriter, TokenWriter
 from starlings_job.errors import NoDataMatched
 from starlings_job.records import TOKENS, DatasetMeta, token_bytes_for
 from starlings_job.sections import DataSection
 
 # Bytes of text per token that a subword tokenizer is taken to need when the held-out split is chosen.
 _BYTES_PER_TOKEN = 4
+# So many times more text is held out than is evaluated: records from many documents say more about the text.
+_HELD_OUT_ABUNDANCE = 8
 
 
 def write_text(
@@ -54,39 +56,33 @@ def write_text(
         documents = limited(documents, data.limit, seed)
     length = data.sequence_length
     per_token = 1 if tokenizer.kind == BYTES else _BYTES_PER_TOKEN
-    split = split_documents(documents, (data.held_out * length + 1) * per_token, seed)
+    wanted = data.held_out * (length + 1) * _HELD_OUT_ABUNDANCE * per_token
+    split = split_documents(documents, wanted, seed)
     masked = data.format == "jsonl" and has_prompts(documents)
     token_bytes = token_bytes_for(vocabulary_size)
-    train = TokenWriter(
-        directory, "tokens.bin", "mask.bin", token_bytes=token_bytes, sequence_length=length, masked=masked
-    )
-    held = TokenWriter(
+    train = TokenWriter(directory, token_bytes=token_bytes, sequence_length=length, masked=masked)
+    held = HeldOutWriter(
         directory,
-        "held_out.bin",
-        "held_out_mask.bin",
         token_bytes=token_bytes,
         sequence_length=length,
         masked=masked,
+        records=data.held_out,
     )
-    entropies = EntropyCounter()
     reader = SourceReader(data.format)
     total, next_report = sum(d.byte_count for d in documents), 0
-    # Tokens that whole held-out records use; more would be read by nobody.
-    room = data.held_out * (length + 1) if masked else data.held_out * length + 1
     end = tokenizer.end_of_line if data.format == "jsonl" else tokenizer.end_of_file
     with contextlib.ExitStack() as stack:
-        for opened in (reader, train, held):
+        for opened in (reader, train):
             stack.callback(opened.close)
         for document, held_out in _parts(documents, split):
+            to = held if held_out else train
             for piece in reader.pieces(document):
-                for tokens in (tokenizer.encode(piece.text), end if piece.ends else ()):
-                    if held_out:
-                        tokens = tokens[: max(0, room - held.token_count)]
-                        entropies.add(tokens)
-                    (held if held_out else train).add(tokens, piece.counts)
+                to.add(tokenizer.encode(piece.text), piece.counts)
+                to.add(end if piece.ends else (), piece.counts)
                 if progress is not None and reader.byte_count >= next_report:
                     progress(reader.byte_count / total, document.name)
                     next_report = reader.byte_count + total // 200
+    held.write()
     if not train.records or not held.records:
         needed = (length + 1) * per_token
         raise NoDataMatched(
@@ -104,13 +100,14 @@ def write_text(
         token_bytes=token_bytes,
         masked=masked,
         stride_tokens=length + 1 if masked else length,
+        held_out_stride_tokens=length + 1,
         context_tokens=context_tokens,
         tokenizer=tokenizer.kind,
         source_files=len(documents),
         source_bytes=reader.byte_count,
         source_sha256=reader.sha256,
-        unigram_entropy=entropies.unigram if byte_level else None,
-        bigram_entropy=entropies.bigram if byte_level else None,
+        unigram_entropy=held.entropies.unigram if byte_level else None,
+        bigram_entropy=held.entropies.bigram if byte_level else None,
     )
 
 

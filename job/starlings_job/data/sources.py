@@ -151,14 +151,13 @@ class Split:
 def split_documents(documents: Sequence[Document], wanted_bytes: int, seed: int) -> Split:
     """Chooses whole documents by hash of their names until they have about `wanted_bytes`; at most a tenth of all.
 
-    Small documents first, so that many are represented and no single one decides what is measured; larger
-    ones where those do not suffice; where whole documents do not do at all (one large file), the end of the
-    largest.
+    No single document has more than a quarter where others suffice; where whole documents do not do at all
+    (one large file), the rest is the end of the largest.
     """
     wanted = min(wanted_bytes, sum(d.text_bytes for d in documents) // 10)
     order = sorted(range(len(documents)), key=lambda i: _key("held out", seed, documents[i].name))
     room, chosen = wanted, set[int]()
-    for largest_allowed in (wanted // 16, wanted // 4, wanted):
+    for largest_allowed in (wanted // 4, wanted):
         for index in order:
             if room <= wanted // 20:
                 return Split(frozenset(chosen))

@@ -17,7 +17,7 @@ _FLUSH_TOKENS = 1 << 20
 
 
 class TokenWriter:
-    """Writes one split's tokens, and its mask where there is one.
+    """Writes the training tokens, and their mask where there is one.
 
     Without a mask records share one token (stride = sequence length), so no target is lost. With a mask
     they lie one after another and those without any target are left out: a step must not consist of them.
@@ -26,44 +26,32 @@ class TokenWriter:
     def __init__(
         self,
         directory: Path,
-        name: str,
-        mask_name: str,
         *,
         token_bytes: int,
         sequence_length: int,
         masked: bool,
     ) -> None:
         self._length = sequence_length
-        self._token_bytes = token_bytes
-        self._file: BinaryIO = (directory / name).open("wb")
-        self._mask_file: BinaryIO | None = (directory / mask_name).open("wb") if masked else None
+        self._file: BinaryIO = (directory / "tokens.bin").open("wb")
+        self._mask_file: BinaryIO | None = (directory / "mask.bin").open("wb") if masked else None
         self._tokens = token_array(token_bytes)
         self._mask = bytearray()
         self._written = 0
-        self.target_count = 0
 
     def add(self, tokens: Sequence[int], counts: bool) -> None:
         """Appends tokens. `counts`: whether they are targets; without a mask all are."""
-        if self._token_bytes == 1 and isinstance(tokens, bytes):
-            self._tokens.frombytes(tokens)
-        else:
-            self._tokens.extend(tokens)
+        _extend(self._tokens, tokens)
         if self._mask_file is not None:
             self._mask += (b"\1" if counts else b"\0") * len(tokens)
         if len(self._tokens) >= _FLUSH_TOKENS:
             self._flush()
 
     @property
-    def token_count(self) -> int:
-        """Tokens added so far and kept or still waiting."""
-        return self._written + len(self._tokens)
-
-    @property
     def records(self) -> int:
         """Whole records that the file holds after `close`."""
         if self._mask_file is not None:
             return self._written // (self._length + 1)
-        return max(0, (self.token_count - 1) // self._length)
+        return max(0, (self._written - 1) // self._length)
 
     def close(self) -> None:
         """Raises OSError when the disk is full."""
@@ -84,48 +72,100 @@ class TokenWriter:
         whole = len(self._tokens) // size * size
         for begin in range(0, whole, size):
             mask = self._mask[begin : begin + size]
-            targets = mask[1:].count(1)
-            if targets:
+            if 1 in mask[1:]:
                 self._write(self._tokens[begin : begin + size])
                 self._mask_file.write(mask)
                 self._written += size
-                self.target_count += targets
         del self._tokens[:whole]
         del self._mask[:whole]
 
     def _write(self, tokens: array.array[int]) -> None:
-        if sys.byteorder == "big":
-            tokens = tokens[:]
-            tokens.byteswap()
-        self._file.write(tokens.tobytes())
+        self._file.write(_little_endian(tokens))
+
+
+class HeldOutWriter:
+    """Collects all held-out text and writes records that are spread evenly over it.
+
+    So a few hundred records speak for many documents, large and small. They lie one after another.
+    """
+
+    def __init__(
+        self, directory: Path, *, token_bytes: int, sequence_length: int, masked: bool, records: int
+    ) -> None:
+        """`records`: how many at most."""
+        self._directory = directory
+        self._size = sequence_length + 1
+        self._wanted = records
+        self._tokens = token_array(token_bytes)
+        self._mask: bytearray | None = bytearray() if masked else None
+        self.records = 0
+        self.entropies = EntropyCounter()
+
+    def add(self, tokens: Sequence[int], counts: bool) -> None:
+        """As `TokenWriter.add`."""
+        _extend(self._tokens, tokens)
+        if self._mask is not None:
+            self._mask += (b"\1" if counts else b"\0") * len(tokens)
+
+    def write(self) -> None:
+        """Writes the records. Raises OSError when the disk is full."""
+        begins = [
+            begin
+            for begin in range(0, len(self._tokens) - self._size + 1, self._size)
+            if self._mask is None or 1 in self._mask[begin + 1 : begin + self._size]
+        ]
+        self.records = min(self._wanted, len(begins))
+        chosen = [begins[i * len(begins) // self.records] for i in range(self.records)]
+        with (self._directory / "held_out.bin").open("wb") as file:
+            for begin in chosen:
+                tokens = self._tokens[begin : begin + self._size]
+                file.write(_little_endian(tokens))
+                self.entropies.add(tokens)
+        if self._mask is not None:
+            with (self._directory / "held_out_mask.bin").open("wb") as file:
+                for begin in chosen:
+                    file.write(self._mask[begin : begin + self._size])
+
+
+def _extend(items: array.array[int], tokens: Sequence[int]) -> None:
+    if items.itemsize == 1 and isinstance(tokens, bytes):
+        items.frombytes(tokens)
+    else:
+        items.extend(tokens)
+
+
+def _little_endian(tokens: array.array[int]) -> bytes:
+    if sys.byteorder == "big":
+        tokens = tokens[:]
+        tokens.byteswap()
+    return tokens.tobytes()
 
 
 class EntropyCounter:
-    """Empirical entropies of a stream of tokens: of one token, and of one given the one before it."""
+    """Empirical entropies of sequences of tokens: of one target, and of one given the token before it.
+
+    The first token of a sequence is nobody's target, as in the loss.
+    """
 
     def __init__(self) -> None:
-        self._ones: Counter[int] = Counter()
         self._pairs: Counter[tuple[int, int]] = Counter()
-        self._last: int | None = None
 
     def add(self, tokens: Sequence[int]) -> None:
-        if not tokens:
-            return
-        self._ones.update(tokens)
-        if self._last is not None:
-            self._pairs[self._last, tokens[0]] += 1
+        """Counts one sequence."""
         self._pairs.update(pairwise(tokens))
-        self._last = tokens[-1]
 
     @property
     def unigram(self) -> float:
-        """Nats per token: what a model that knows only frequencies pays."""
-        total = sum(self._ones.values())
-        return -sum(n / total * log(n / total) for n in self._ones.values()) if total else 0.0
+        """Nats per target: what a model that knows only frequencies pays."""
+        ones: Counter[int] = Counter()
+        for (_, after), n in self._pairs.items():
+            ones[after] += n
+        total = sum(ones.values())
+        return -sum(n / total * log(n / total) for n in ones.values()) if total else 0.0
 
     @property
     def bigram(self) -> float:
-        """Nats per token: what a model that knows the frequencies after each token pays."""
+        """Nats per target: what a model that knows the frequencies after each token pays."""
         total = sum(self._pairs.values())
         first: Counter[int] = Counter()
         for (before, _), n in self._pairs.items():
