@@ -107,7 +107,10 @@ class Stepping:
         assert ledger is not None
         if not ledger.pool or core.finishing.holding:
             return
-        wishing = [h for h in core.holders if h.here and h.wish > 0 and h.leaving is None and self._enters(h)]
+        entering = [h for h in core.holders if self._enters(h)]
+        # A leaving worker begins nothing more, unless the step could not end without it.
+        staying = [h for h in entering if h.leaving is None]
+        wishing = [h for h in staying or entering if h.here and h.wish > 0]
         outstanding = {h.worker_id: ledger.outstanding(h.worker_id) for h in wishing}
         granted: dict[WorkerId, list[Lease]] = {}
         while wishing and ledger.pool:
