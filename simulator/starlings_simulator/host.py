@@ -15,6 +15,7 @@ from starlings_protos.messages import (
     HeartbeatAck,
     Hello,
     ProbeReport,
+    Refusal,
     Refused,
     ToCoordinator,
     ToWorker,
@@ -29,6 +30,8 @@ from starlings_worker.core.effects import Stop
 from starlings_worker.core.events import ControlLost, ControlRestored, DrainRequested
 
 RECONNECT_S = (0.3, 2.0)
+# Refusals that no new stream cures.
+FOR_GOOD = (Refusal.REVOKED, Refusal.VERSION, Refusal.JOB_MISMATCH, Refusal.NOT_YOU, Refusal.NO_ROOM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +193,10 @@ class Host:
             case Refused():
                 self.world.note(self.worker_id, "<-", message)
                 self.refused = message
-                self._end(Stop(False, message.message))
+                if message.refusal in FOR_GOOD:
+                    self._end(Stop(False, message.message))
+                else:
+                    stream.break_off()  # It comes back, and the engine lives on until a Welcome fences it.
             case HeartbeatAck():
                 pass
             case _:

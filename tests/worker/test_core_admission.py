@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+
 from starlings_protos.messages import Receipt, Refusal, Span, WorkerId
 from starlings_simulator.driver import Driver, assignment, forward_header, train_key
 from starlings_simulator.plans import cover

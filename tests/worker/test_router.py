@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from starlings_protos.messages import Span, WorkerId
 from starlings_simulator.plans import cover
 from starlings_worker.core.router import (
@@ -118,7 +119,9 @@ def test_the_model_ends_where_its_last_stage_is_held() -> None:
     assert (boundary.exit_stage, boundary.next_worker) == (2, None)
 
 
-def brute_force_way(stage: int, stage_count: int, peers: list[PeerView], visited: frozenset[WorkerId]) -> bool:
+def brute_force_way(
+    stage: int, stage_count: int, peers: list[PeerView], visited: frozenset[WorkerId]
+) -> bool:
     """Whether any sequence of unvisited workers, with any exits, passes the stages from `stage` on."""
     if stage == stage_count:
         return True

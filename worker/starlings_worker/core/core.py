@@ -395,7 +395,7 @@ class WorkerCore:
         """Ask for as many leases as could be begun, when that is more than what is on its way, or was perhaps
         lost.
         """
-        if not self.loaded or self.draining or not self.outbox.up:
+        if not self.loaded or not self.outbox.up or (self.draining and self._others_can_begin()):
             return
         wish = self.table.wish()
         overdue = now_s - self._wished_at_s >= self.timings.wish_repeat_s and not self.table.held
@@ -403,6 +403,10 @@ class WorkerCore:
             self._wish_open = wish
             self._wished_at_s = now_s
             self._effects.append(SendControl(LeaseRequest(wish)))
+
+    def _others_can_begin(self) -> bool:
+        """Whether another worker holds the first stage. Without one, a step in progress ends only with this one's help."""
+        return any(0 in peer.span for peer in self.peers.states.values())
 
     # ------------------------------------------------------------------ going on
 
