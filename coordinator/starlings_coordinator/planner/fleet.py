@@ -81,6 +81,11 @@ class Fleet:
     def whole_seconds(self, worker_id: WorkerId) -> float:
         return self._both[worker_id][-1]
 
+    @property
+    def bound(self) -> float:
+        """Microbatches/s if everybody held everything: no plan is faster."""
+        return sum(1 / self.whole_seconds(w.worker_id) for w in self.workers)
+
     def typical_block_seconds(self) -> list[float]:
         """Seconds per block of a worker of median speed."""
         ranked = sorted(self.workers, key=lambda w: (self.whole_seconds(w.worker_id), w.worker_id))

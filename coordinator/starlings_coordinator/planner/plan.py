@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from starlings_coordinator.planner.cuts import candidate_cuts
 from starlings_coordinator.planner.fleet import Fleet
-from starlings_coordinator.planner.search import Found, Options, improve, seed_choice
+from starlings_coordinator.planner.search import Found, Options, improve, seed_choices
 from starlings_coordinator.planner.throughput import solve_flow
 from starlings_coordinator.planner.words import binding_words, idle_words, shortage_words
 from starlings_job.profile import Profile
@@ -22,7 +22,9 @@ GAIN_PER_STAGE = 0.005
 INCLUSIVE_WITHIN = 0.9
 # Cuts whose best choice is improved by local search, and linear programmes for each; fewer for big fleets.
 IMPROVED_CUTS = 4
-SOLVES = 40
+SOLVES = 25
+# A choice that reaches this part of the bound is not improved.
+NEAR_ENOUGH = 0.995
 # Bigger fleets even out what a cut does badly, and their plans take long enough.
 THOROUGH_WORKERS_MOST = 100
 # Linear programmes get slow beyond this many (worker, stage) pairs: a second each at 20,000.
@@ -60,7 +62,6 @@ def make_plan(request: PlanRequest, profile: Profile) -> PlanReply:
     if best is None:
         why = shortage_words(fleet, [(c.stages, c.found.choice) for c in candidates])
         return PlanReply(request.request_id, impossible=why)
-    bound = sum(1 / fleet.whole_seconds(w.worker_id) for w in fleet.workers)
     planned = [_planned(fleet, best, worker) for worker in fleet.workers]
     planned += [PlannedWorker(w, reason=flaw) for w, flaw in fleet.unmeasured.items()]
     return PlanReply(
@@ -68,8 +69,8 @@ def make_plan(request: PlanRequest, profile: Profile) -> PlanReply:
         best.stages,
         tuple(sorted(planned, key=lambda p: p.worker_id)),
         best.found.flow.microbatches_per_s,
-        bound,
-        binding_words(best.found, bound),
+        fleet.bound,
+        binding_words(best.found, fleet.bound),
     )
 
 
@@ -88,15 +89,20 @@ def _candidates(fleet: Fleet) -> list[Candidate]:
     candidates = []
     for stages in cuts:
         options = {w.worker_id: fleet.options(w, stages) for w in fleet.workers}
-        choice = seed_choice(options, len(stages), request.seed)
-        found = Found(choice, solve_flow(choice, len(stages)), len(stages))
+        seeds = [
+            Found(choice, solve_flow(choice, len(stages)), len(stages))
+            for choice in seed_choices(options, len(stages), request.seed)
+        ]
+        # `max` keeps the first of equals.
+        found = max(seeds, key=lambda seed: seed.score)
         candidates.append(Candidate(stages, options, found))
     ranked = sorted(
         range(len(candidates)), key=lambda i: (-candidates[i].score, len(candidates[i].stages), i)
     )
     for index in ranked[:IMPROVED_CUTS]:
         candidate = candidates[index]
-        if candidate.found.flow.microbatches_per_s <= 0:
+        flow = candidate.found.flow
+        if flow.microbatches_per_s <= 0 or flow.microbatches_per_s >= NEAR_ENOUGH * fleet.bound:
             continue
         solves = max(2, SOLVES * PAIRS_CHEAP // max(PAIRS_CHEAP, candidate.pairs))
         improved = improve(candidate.found, candidate.options, solves)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ HOP_COST = 0.002
 REPLICA_COST = 0.0002
 # Orders of covering drawn by seed when the obvious ones leave a stage bare.
 RANDOM_ORDERS = 64
+# A cut with so few choices is searched completely.
+CHOICES_MOST = 81
 # Up to so many workers, every set of them is looked at before a cut is called impossible.
 EXACT_WORKERS_MOST = 12
 
@@ -36,17 +40,24 @@ class Found:
         return self.flow.microbatches_per_s * max(0.5, 1 - cost)
 
 
-def seed_choice(options: Options, stage_count: int, seed: int) -> Choice:
-    """A first choice for every worker that has an option. It covers all stages if a way to do so is found."""
+def seed_choices(options: Options, stage_count: int, seed: int) -> list[Choice]:
+    """First choices for every worker that has an option, by several orders of greedy covering. They cover all stages if
+    a way to do so is found.
+    """
     able = [w for w in sorted(options) if options[w]]
     fast_first = sorted(able, key=lambda w: (min(min(o.seconds) for o in options[w]), w))
-    choice = _spread(fast_first, options, {}, stage_count)
-    if _bare(choice, stage_count):
+    few_first = sorted(able, key=lambda w: (len(options[w]), w))
+    roomy_first = sorted(able, key=lambda w: (-max(len(o.span.stages) for o in options[w]), w))
+    choices: list[Choice] = []
+    for order in (fast_first, few_first, roomy_first):
+        choice = _spread(order, options, {}, stage_count)
+        if choice not in choices and not _bare(choice, stage_count):
+            choices.append(choice)
+    if not choices:
         cover = find_cover(options, stage_count, seed)
-        if cover is not None:
-            rest = [w for w in fast_first if w not in cover]
-            choice = _spread(rest, options, cover, stage_count)
-    return choice
+        rest = [w for w in fast_first if cover is None or w not in cover]
+        choices.append(_spread(rest, options, cover or {}, stage_count))
+    return choices
 
 
 def _spread(order: Sequence[WorkerId], options: Options, fixed: Choice, stage_count: int) -> Choice:
@@ -138,12 +149,31 @@ def _exact_cover(able: Sequence[WorkerId], options: Options, stage_count: int) -
     return cover or None
 
 
+def best_of_all(found: Found, options: Options) -> Found | None:
+    """The best choice there is, where there are few; None where there are more than CHOICES_MOST."""
+    able = [w for w in sorted(options) if options[w]]
+    if math.prod(len(options[w]) for w in able) > CHOICES_MOST:
+        return None
+    best = found
+    for chosen in itertools.product(*(options[w] for w in able)):
+        choice = dict(zip(able, chosen, strict=True))
+        if _bare(choice, found.stage_count):
+            continue
+        other = Found(choice, solve_flow(choice, found.stage_count), found.stage_count)
+        if other.score > best.score * (1 + 1e-9):
+            best = other
+    return best
+
+
 def improve(found: Found, options: Options, solves: int) -> Found:
     """Move one worker at a time while that raises the score; at most `solves` linear programmes.
 
     With the present prices p, a worker on a span is worth max p[s] / seconds[w,s]. By duality a move that does not
     raise its worth cannot raise the throughput, so only the others are tried, the most promising first.
     """
+    best = best_of_all(found, options)
+    if best is not None:
+        return best
     while solves > 0:
         for worker_id, option in _promising(found, options):
             if solves <= 0:
