@@ -57,6 +57,11 @@ class Member:
     set_aside_until_s: float | None = None
 
     @property
+    def host(self) -> str:
+        """Workers of one machine name the same; one that names none is alone on its own."""
+        return self.hello.host_id or self.worker_id
+
+    @property
     def here(self) -> bool:
         return self.session is not None
 

@@ -36,6 +36,9 @@ class Membership:
         self.changed_at_s = 0.0
         self.changes = 0
         self._revoked: set[WorkerId] = set()
+        # Worked out once: a thousand workers get them.
+        self._job = (core.config.job.to_json(), core.config.job.digest())
+        self._profile_json = core.config.profile.to_json()
         # Dismissed workers: how often, and until when no plan counts on them. Soft: a restart forgives.
         self._set_aside: dict[WorkerId, tuple[int, float, str]] = {}
 
@@ -101,10 +104,11 @@ class Membership:
             )
         if hello.worker_id not in core.members and len(core.members) >= MEMBERS_MOST:
             return Refusal.LIMIT, f"the job has its limit of {MEMBERS_MOST} workers"
-        if hello.job_digest and hello.job_digest != core.config.job.digest():
+        digest = self._job[1]
+        if hello.job_digest and hello.job_digest != digest:
             return Refusal.JOB_MISMATCH, (
                 f"this worker directory belongs to another version of the job (digest {hello.job_digest[:12]}, "
-                f"the coordinator has {core.config.job.digest()[:12]}); join again with another --dir"
+                f"the coordinator has {digest[:12]}); join again with another --dir"
             )
         return None
 
@@ -139,12 +143,11 @@ class Membership:
         return Welcome(
             PROTOCOL_MAX,
             member.incarnation,
-            config.job.to_json(),
-            config.job.digest(),
+            *self._job,
             config.heartbeat_interval_s(len(core.members)),
             config.assignment_key_der,
             core.now.wall_s,
-            config.profile.to_json(),
+            self._profile_json,
             probe_now,
         )
 
@@ -153,10 +156,13 @@ class Membership:
     def _probe_next(self) -> None:
         """One probe per host at a time: workers of one machine would measure each other."""
         core = self._core
-        busy = {m.hello.host_id for m in core.members.values() if m.state is MemberState.PROBING and m.here}
-        for _, member in sorted(core.members.items()):
-            if member.state is MemberState.JOINING and member.here and member.hello.host_id not in busy:
-                busy.add(member.hello.host_id)
+        waiting = [m for m in core.members.values() if m.state is MemberState.JOINING and m.here]
+        if not waiting:
+            return
+        busy = {m.host for m in core.members.values() if m.state is MemberState.PROBING and m.here}
+        for member in sorted(waiting, key=lambda m: m.worker_id):
+            if member.host not in busy:
+                busy.add(member.host)
                 member.state, member.reason = MemberState.PROBING, "its device is being measured"
                 member.probe_started_at_s = core.now.monotonic_s
                 core.desk.send(member, self._welcome(member, probe_now=True))

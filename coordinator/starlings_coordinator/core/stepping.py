@@ -50,6 +50,8 @@ class Stepping:
         # Who was reported as unreachable in this attempt, and by whom.
         self._accusations: dict[WorkerId, set[WorkerId]] = {}
         # The last commit and who was to keep a copy, for those who missed it.
+        # Patience under the present plan, seconds.
+        self._patience: tuple[int, float, float] = (-1, 0.0, 0.0)
         self._last_commit: tuple[StepCommitted, frozenset[WorkerId]] | None = None
 
     # ------------------------------------------------------------------ a step begins
@@ -372,8 +374,21 @@ class Stepping:
     def forget_commit(self) -> None:
         self._last_commit = None
 
+    def _patience_of_plan(self) -> tuple[int, float, float]:
+        version = self._core.state.plan_version
+        if self._patience[0] != version:
+            self._patience = (version, self._exchange_patience_s(), self._lease_patience_s())
+        return self._patience
+
     @property
     def exchange_s(self) -> float:
+        return self._patience_of_plan()[1]
+
+    @property
+    def lease_s(self) -> float:
+        return self._patience_of_plan()[2]
+
+    def _exchange_patience_s(self) -> float:
         """Patience with an exchange: the least, and time to send the largest span's gradient thrice both ways."""
         core = self._core
         largest = max(map(self._parameters, core.state.spans.values()), default=0)
@@ -387,8 +402,7 @@ class Stepping:
         first, last = stages[span.first_stage].first_block, stages[span.last_stage].last_block
         return self._core.config.profile.stage_parameters(first, last)
 
-    @property
-    def lease_s(self) -> float:
+    def _lease_patience_s(self) -> float:
         """Patience with a lease: the least, and twenty passes through full queues of the slowest holders."""
         core = self._core
         slowest = [0.0] * len(core.state.stages)
