@@ -32,8 +32,8 @@ class OwnerClient:
     """
 
     def __init__(self, job_directory: Path) -> None:
-        self._identity = Identity.load(job_directory / "owner")
         self._address = control_address(job_directory)
+        self._identity = Identity.load(job_directory / "owner")
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Self:

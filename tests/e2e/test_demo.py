@@ -1,0 +1,133 @@
+"""`starlings demo`: one command, a whole swarm of real processes, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swarms import starlings
+
+
+def test_a_short_demo_reports_everything(tmp_path: Path) -> None:
+    done = starlings(
+        "demo", "--steps", "6", "--seed", "3", "--json", "outcome.json", cwd=tmp_path, within_s=240
+    )
+    assert done.code == 0, done.err
+    assert "validation loss" in done.out
+    assert "from_pretrained" in done.out
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    assert outcome["steps"] == 6
+    assert len(outcome["loss_curve"]) == 6
+    assert outcome["samples_leased"] == outcome["samples_trained"] > 0
+    assert outcome["samples_lost"] == 0
+    assert outcome["validation_loss"] > 0
+    assert 2.3 < outcome["bigram_entropy"] < outcome["unigram_entropy"] < 4
+    assert outcome["tokens_per_second"] > 0
+    assert {"join", "plan", "evaluation", "checkpoint", "done"} <= {
+        event["kind"] for event in outcome["events"]
+    }
+    assert {"forward", "backward", "exchange"} <= {
+        kind for kind, sent in outcome["bytes_sent"].items() if sent > 0
+    }
+    check_plan(outcome)
+    model = Path(outcome["export_path"])
+    assert {"config.json", "model.safetensors"} <= {p.name for p in model.iterdir()}
+
+
+def check_plan(outcome: dict[str, object]) -> None:
+    """Three classes, unlike spans, a stage with two holders, a worker with several stages."""
+    workers, plan = outcome["workers"], outcome["plan"]
+    assert isinstance(workers, list)
+    assert isinstance(plan, dict)
+    assert len(workers) == 4
+    assert len({w["class"] for w in workers}) == 3
+    spans = [tuple(w["span"]) for w in workers]
+    assert len(set(spans)) >= 2
+    assert any(last > first for first, last in spans)
+    holders = [sum(first <= s <= last for first, last in spans) for s in range(len(plan["stages"]))]
+    assert min(holders) >= 1
+    assert max(holders) >= 2
+    shared = [w for w in workers if w["gossip_peers"]]
+    assert len(shared) >= 2
+
+
+def start_demo(folder: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "starlings", "demo", "--steps", "500", "--dir", "run", "--workers", "2"],
+        cwd=folder,
+        stdout=(folder / "out.txt").open("wb"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def wait_until(condition: Callable[[], object], within_s: float, what: str) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def family(process: psutil.Process) -> list[psutil.Process]:
+    """The process's children and theirs, by parentage and by the directory that they work in."""
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
+def test_nothing_survives_the_demo(tmp_path: Path, number: signal.Signals) -> None:
+    demo = start_demo(tmp_path)
+    try:
+        me = psutil.Process(demo.pid)
+        # Coordinator with two children, two supervisors with an engine each.
+        wait_until(lambda: len(family(me)) >= 7, 120, (tmp_path / "out.txt").read_text())
+        children = family(me)
+        os.kill(demo.pid, number)
+        demo.wait(40)
+        gone, alive = psutil.wait_procs(children, timeout=40)
+        assert alive == [], [p.cmdline() for p in alive]
+        assert len(gone) == len(children)
+    finally:
+        if demo.poll() is None:
+            demo.kill()
+    if number == signal.SIGINT:
+        assert demo.returncode == 130
+        assert "Traceback" not in (tmp_path / "out.txt").read_text()
+
+
+def test_a_worker_that_dies_ends_the_demo_with_its_log(tmp_path: Path) -> None:
+    demo = start_demo(tmp_path)
+    try:
+        me = psutil.Process(demo.pid)
+        wait_until(lambda: len(family(me)) >= 7, 120, "the swarm did not come up")
+        supervisors = [p for p in family(me) if "join" in p.cmdline()]
+        supervisors[0].kill()
+        assert demo.wait(60) != 0
+    finally:
+        if demo.poll() is None:
+            demo.kill()
+    text = (tmp_path / "out.txt").read_text()
+    assert "was ended by signal 9" in text
+    assert "worker" in text
+    assert "Traceback" not in text
+
+
+def test_a_foreign_directory_is_left_alone(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years of work")
+    done = starlings("demo", "--dir", precious, cwd=tmp_path)
+    assert done.code == 2
+    assert "--dir" in done.err
+    assert (precious / "thesis.txt").read_text() == "years of work"
