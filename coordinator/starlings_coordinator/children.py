@@ -26,6 +26,11 @@ FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 # A child that lived this long was well: the next restart is quick again.
 WELL_AFTER_S = 60.0
+# A Ctrl-C in the terminal is for us: we end our children in order.
+if sys.platform == "win32":
+    _CREATION_FLAGS = subprocess.CREATE_NEW_PROCESS_GROUP
+else:
+    _CREATION_FLAGS = 0
 # From the end of its pipes to its own end.
 GRACE_S = 5.0
 LOG_LIMIT_BYTES = 8 << 20
@@ -131,8 +136,8 @@ class Child(Generic[In, Out]):
                     stdout=subprocess.PIPE,
                     stderr=log,
                     env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                    # A Ctrl-C in the terminal is for us: we end our children in order.
                     start_new_session=True,
+                    creationflags=_CREATION_FLAGS,
                 )
             except OSError as error:
                 return f"the {self._spec.name} could not be started: {error}"

@@ -21,6 +21,7 @@ from starlings_protos import control_pb2, process_pb2
 from starlings_protos.authority import CertificateAuthority
 from starlings_protos.convert import to_proto
 from starlings_protos.identity import KEEPER, Identity, key_from_pem
+from starlings_protos.invite import parse_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class KeeperLink:
         self._identity: Identity | None = None
         self._signed_at_wall_s = 0.0
         self._saving: int | None = None
+        # A restarted keeper takes the port that workers were told, if it can.
+        self._port = settings.listen_port
         self.child: Child[process_pb2.ToKeeper, process_pb2.FromKeeper] = Child(
             ChildSpec("keeper", "starlings_coordinator.keeper", process_pb2.FromKeeper, log_path),
             on_start=self._started,
@@ -109,7 +112,7 @@ class KeeperLink:
             assignment=control_pb2.SignedAssignment(payload=signed.payload, signature=signed.signature),
             job_directory=str(settings.job_directory),
             listen_host=settings.listen_host,
-            listen_port=settings.listen_port,
+            listen_port=self._port,
             advertise_hosts=settings.advertise_hosts,
             checkpoint_url=settings.checkpoint_url,
             keep=settings.keep,
@@ -121,6 +124,8 @@ class KeeperLink:
     def _said(self, message: process_pb2.FromKeeper) -> None:
         match message.WhichOneof("body"):
             case "started":
+                if message.started.addresses:
+                    self._port = parse_address(message.started.addresses[0]).port
                 self._post(KeeperStarted(tuple(message.started.addresses), tuple(message.started.versions)))
             case "saved":
                 self._finished(message.saved.version)

@@ -35,12 +35,14 @@ class CoreLoop:
         self._inside: list[Event] = []
         self._reached: list[asyncio.Event] = []
         self._stopping = False
+        self._over = False
         # Set by whoever runs the loop when the job is over: watchers send their last reply.
         self.ended = asyncio.Event()
 
     async def post(self, event: Event) -> None:
-        """From a stream: waits while the queue is full."""
-        await self._events.put(event)
+        """From a stream: waits while the queue is full. Dropped when the loop is over."""
+        if not self._over:
+            await self._events.put(event)
 
     def post_soon(self, event: Event) -> None:
         """From this process itself: never waits. Handled in the next turn, before what waits in the queue."""
@@ -48,10 +50,12 @@ class CoreLoop:
         self._wake()
 
     async def turn(self) -> None:
-        """Waits until everything that was posted before has been handled and its effects have left."""
+        """Waits until everything posted before was handled and its effects have left, or the loop is over."""
         reached = asyncio.Event()
-        await self._events.put(reached)
-        await reached.wait()
+        if not self._over:
+            await self._events.put(reached)
+            if not self._over:  # it may have ended while the queue was full
+                await reached.wait()
 
     def stop(self) -> None:
         """Ends `run` after the turn under way."""
@@ -75,6 +79,10 @@ class CoreLoop:
                 await self._turn(await self._events.get())
         finally:
             ticker.cancel()
+            self._over = True
+            # Whoever waits for a place in the queue, or for its turn, waits no more.
+            while not self._events.empty():
+                self._take([])
             self._let_go()
 
     async def flush(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 # Workers say goodbye within this time after the job has ended; then the coordinator leaves all the same.
 LINGER_S = 20.0
+STATUS_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,10 @@ class CoordinatorOptions:
 class Observer(Protocol):
     """Told in the event loop's thread; must not block.
 
-    Kinds and fields: `preparing`; `listening` (control, enrolment, keeper is told later, directory, invite);
-    `event` (kind, text); `keeper` (addresses); `ending` (reason); `ended` (exit_code, reason).
+    Kinds and fields: `listening` (job, directory, control, enrolment, pin, and of the first invite: invite, invite_id,
+    invite_expires_s); `keeper` (addresses, versions), again after each of its restarts; `announce` (kind, text): a line
+    of the event log; `status` (phase, step, steps_total, tokens, tokens_per_second, loss, waiting_for, line), at most
+    every `STATUS_EVERY_S` and when it changed; `ending` (reason): a signal came; `ended` (exit_code, reason): the job.
     """
 
     def __call__(self, kind: str, fields: Mapping[str, Any]) -> None: ...

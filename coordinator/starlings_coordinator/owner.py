@@ -18,7 +18,8 @@ from starlings_coordinator.loop import CoreLoop
 from starlings_protos import control_pb2
 from starlings_protos.convert import to_proto
 from starlings_protos.errors import RefusedError, clean_text
-from starlings_protos.messages import Refusal, StatusReply, WorkerId
+from starlings_protos.messages import Refusal, WorkerId
+from starlings_protos.status import StatusReply
 
 SHORTEST_INTERVAL_S = 0.1
 LONGEST_INTERVAL_S = 60.0

@@ -11,61 +11,28 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from starlings_coordinator.addresses import advertised_hosts, local_host
+from starlings_coordinator.assembly import SERVER_GRACE_S, Coordinator, Job, open_store, restore_core
 from starlings_coordinator.clock import SystemClock
-from starlings_coordinator.core.config import CoreConfig
-from starlings_coordinator.core.core import Core
-from starlings_coordinator.core.effects import JobEnded
-from starlings_coordinator.core.events import Booted, Event, KeeperStarted
-from starlings_coordinator.core.records import record_from_json
-from starlings_coordinator.detokenise import detokeniser
-from starlings_coordinator.dispatch import Dispatcher
-from starlings_coordinator.enrolment import EnrolmentAuthority, EnrolmentService
+from starlings_coordinator.core.events import Booted
+from starlings_coordinator.enrolment import EnrolmentAuthority
 from starlings_coordinator.journal import Journal
-from starlings_coordinator.keeper_link import KeeperLink, KeeperSettings
 from starlings_coordinator.logs import log_to
-from starlings_coordinator.loop import CoreLoop
-from starlings_coordinator.options import CoordinatorOptions, Endpoints, Observer, silent
-from starlings_coordinator.owner import OwnerDesk
-from starlings_coordinator.planner_link import PlannerLink
-from starlings_coordinator.preparing import ensure_prepared
-from starlings_coordinator.service import ControlService
-from starlings_coordinator.sessions import Ending, SessionTable
-from starlings_coordinator.signing import AssignmentSigner
-from starlings_coordinator.store import Store, StoreMismatch, sqlite_url
-from starlings_job.prepared import JOB_FILE, checkpoint_url, load_prepared, load_profile
-from starlings_job.profile import Profile
-from starlings_job.records import RecordStore
-from starlings_job.spec import JobSpec, load_job
-from starlings_protos import control_pb2_grpc
-from starlings_protos.channels import (
-    CONTROL,
-    ENROLMENT,
-    bind,
-    enrolment_credentials,
-    make_server,
-    server_credentials,
+from starlings_coordinator.options import (
+    CoordinatorOptions,
+    Observer,
+    silent,
 )
-from starlings_protos.identity import COORDINATOR, OWNER
+from starlings_coordinator.preparing import ensure_prepared
+from starlings_coordinator.signing import AssignmentSigner
 from starlings_protos.locks import DirectoryLock
-from starlings_protos.peers import CONTROL_POLICY, RoleGuard
-from starlings_protos.private_files import write_private
 
 logger = logging.getLogger(__name__)
 
-DATABASE_FILE = "core.sqlite"
-ENDPOINTS_FILE = "coordinator.json"
-KEEPER_PORT_OFFSET = 3
-RENEWALS_EVERY_S = 20.0
-# Calls under way may end within this time when the servers stop.
-SERVER_GRACE_S = 2.0
 INTERRUPTED = 130
 
 
@@ -80,201 +47,13 @@ def run_coordinator(options: CoordinatorOptions, observer: Observer = silent) ->
         return asyncio.run(serve(options, observer))
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What lies in the prepared directory, read once."""
-
-    spec: JobSpec
-    profile: Profile
-    records: RecordStore
-
-    @classmethod
-    def load(cls, options: CoordinatorOptions) -> _Job:
-        given = load_job(options.job_file) if options.job_file is not None else None
-        spec = load_prepared(options.directory, given)
-        copy = options.directory / JOB_FILE
-        if options.job_file is not None and options.job_file.read_bytes() != copy.read_bytes():
-            shutil.copyfile(options.job_file, copy)  # a longer job, or other addresses: the next start knows
-        return cls(spec, load_profile(options.directory), RecordStore(options.directory))
-
-
-def _open_store(options: CoordinatorOptions, job: JobSpec) -> Store:
-    """The job's log. Raises StoreError."""
-    store = Store(options.store_url or sqlite_url(options.directory / DATABASE_FILE))
-    try:
-        known = store.read_meta("job_digest")
-        if known is None:
-            store.write_meta("job_digest", job.digest())
-            store.write_meta("job_name", job.job.name)
-        elif known != job.digest():
-            raise StoreMismatch(
-                f"The log was written for another version of the job ({known[:12]}, now {job.digest()[:12]}): only "
-                "tokens, [swarm], [checkpoint] and [network] may change. Undo the change, or prepare it as a new job "
-                "(--dir)."
-            )
-    except BaseException:
-        store.close()
-        raise
-    return store
-
-
-async def _restore(options: CoordinatorOptions, job: _Job, journal: Journal, key_der: bytes) -> Core:
-    config = CoreConfig(
-        job=job.spec,
-        profile=job.profile,
-        population=job.records.population,
-        held_out_count=job.records.held_out_count,
-        count_targets=job.records.target_count,
-        assignment_key_der=key_der,
-    )
-    saved = await journal.load()
-    return Core.restore(config, saved.snapshot, tuple(record_from_json(e.payload) for e in saved.entries))
-
-
-class _Coordinator:
-    """Everything that runs, wired together."""
-
-    def __init__(
-        self,
-        options: CoordinatorOptions,
-        observer: Observer,
-        job: _Job,
-        core: Core,
-        journal: Journal,
-        authority: EnrolmentAuthority,
-        clock: SystemClock,
-    ) -> None:
-        self.options, self.observer, self.job, self.authority = options, observer, job, authority
-        self.ended: asyncio.Future[JobEnded] = asyncio.get_running_loop().create_future()
-        self.sessions = SessionTable()
-        self.loop = CoreLoop(core, journal, clock, self._execute)
-        self.signer = AssignmentSigner(authority.assignment_key, job.spec.job.name)
-        self.hosts = advertised_hosts(options.advertise, job.spec.network.host, options.listen_host)
-        logs = options.directory / "logs"
-        planner = PlannerLink(
-            profile_json=job.profile.to_json(), log_path=logs / "planner.log", post=self.loop.post_soon
-        )
-        keeper = KeeperLink(
-            self._keeper_settings(),
-            authority=authority.ca,
-            signer=self.signer,
-            clock=clock,
-            log_path=logs / "keeper.log",
-            post=self._post_keeper,
-        )
-        self.children = (planner.child, keeper.child)
-        self.dispatcher = Dispatcher(
-            sessions=self.sessions,
-            signer=self.signer,
-            records=job.records,
-            planner=planner,
-            keeper=keeper,
-            clock=clock,
-            on_announce=lambda kind, text: observer("announce", {"kind": kind, "text": text}),
-            on_job_ended=self._job_ended,
-        )
-        detokenise = detokeniser(job.records.meta.tokenizer, options.directory)
-        owner = OwnerDesk(core, self.loop, authority, clock, job.records, detokenise)
-        self.control = make_server(CONTROL, [RoleGuard(CONTROL_POLICY, authority.refuse)])
-        service = ControlService(self.loop, self.sessions, owner, clock)
-        control_pb2_grpc.add_ControlServicer_to_server(service, self.control)
-        self.enrolment = make_server(ENROLMENT)
-        control_pb2_grpc.add_EnrolmentServicer_to_server(EnrolmentService(authority), self.enrolment)
-
-    def _execute(self, effect: Any) -> None:
-        self.dispatcher(effect)
-
-    def _job_ended(self, effect: JobEnded) -> None:
-        if not self.ended.done():
-            self.ended.set_result(effect)
-
-    def _post_keeper(self, event: Event) -> None:
-        if isinstance(event, KeeperStarted):
-            self.observer("keeper", {"addresses": list(event.addresses), "versions": list(event.versions)})
-        self.loop.post_soon(event)
-
-    def _ports(self) -> tuple[int, int, int]:
-        """Control, enrolment, keeper; 0 = any."""
-        chosen, ports = self.options, self.job.spec.network.ports
-        control = ports.control if chosen.control_port is None else chosen.control_port
-        enrolment = ports.enrolment if chosen.enrolment_port is None else chosen.enrolment_port
-        keeper = chosen.keeper_port
-        if keeper is None:
-            keeper = min(control + KEEPER_PORT_OFFSET, 65535) if control else 0
-        return control, enrolment, keeper
-
-    def _keeper_settings(self) -> KeeperSettings:
-        spec, options = self.job.spec, self.options
-        return KeeperSettings(
-            job=spec.job.name,
-            job_json=spec.to_json(),
-            job_directory=options.directory.absolute(),
-            listen_host=options.listen_host,
-            listen_port=self._ports()[2],
-            advertise_hosts=self.hosts,
-            checkpoint_url=checkpoint_url(options.directory, spec),
-            keep=spec.checkpoint.keep,
-            tensor_limit_bytes=self.job.profile.tensor_limit_bytes(spec.train.microbatch),
-        )
-
-    def open_ports(self) -> Endpoints:
-        """Raises PortBusy or UsageError."""
-        host, (control, enrolment, _) = self.options.listen_host, self._ports()
-        credentials = server_credentials(lambda: self.authority.identity(COORDINATOR))
-        control = bind(self.control, host, control, credentials)
-        enrolment = bind(self.enrolment, host, enrolment, enrolment_credentials(self.authority.ca))
-        hosts = [f"{h}:{control}" for h in self.hosts]
-        local = f"{local_host(host)}:{control}"
-        self.authority.serve_at([f"{h}:{enrolment}" for h in self.hosts], hosts)
-        self.authority.identity(OWNER)  # written to owner/
-        found = Endpoints(
-            tuple(dict.fromkeys([local, *hosts])), tuple(f"{h}:{enrolment}" for h in self.hosts), os.getpid()
-        )
-        write_private(self.options.directory / "owner" / ENDPOINTS_FILE, found.to_json())
-        return found
-
-    async def listen(self, endpoints: Endpoints) -> None:
-        await self.control.start()
-        await self.enrolment.start()
-        fields: dict[str, Any] = {
-            "job": self.job.spec.job.name,
-            "directory": str(self.options.directory.absolute()),
-            "control": list(endpoints.control),
-            "enrolment": list(endpoints.enrolment),
-            "pin": self.authority.ca.pin,
-        }
-        if self.options.first_invite:
-            made = await asyncio.to_thread(
-                self.authority.create_invite, self.options.invite_lifetime_s, self.options.invite_uses
-            )
-            fields |= {"invite": made.invite, "invite_id": made.token_id, "invite_expires_s": made.expires_s}
-        self.observer("listening", fields)
-
-    async def renew(self) -> None:
-        """Certificates and signed assignments, long before they expire."""
-        while True:
-            await asyncio.sleep(RENEWALS_EVERY_S)
-            await asyncio.to_thread(self.authority.renew_own)
-            self.dispatcher.renew()
-
-    async def leave(self, reason: str) -> None:
-        """Ends streams, calls and children in order."""
-        self.loop.ended.set()
-        self.sessions.end_all(Ending(None, reason))
-        await self.sessions.wait_empty(SERVER_GRACE_S)
-        await asyncio.gather(self.control.stop(SERVER_GRACE_S), self.enrolment.stop(SERVER_GRACE_S))
-        await asyncio.gather(*(child.stop() for child in self.children))
-        with contextlib.suppress(FileNotFoundError):
-            (self.options.directory / "owner" / ENDPOINTS_FILE).unlink()
-
-
 async def serve(options: CoordinatorOptions, observer: Observer) -> int:
     """As `run_coordinator` within a running event loop, for a directory that is prepared and locked by the caller."""
     clock = SystemClock()
     async with AsyncExitStack() as stack:
-        job = _Job.load(options)
+        job = Job.load(options)
         stack.callback(job.records.close)
-        journal = Journal(_open_store(options, job.spec), clock)
+        journal = Journal(open_store(options, job.spec), clock)
         stack.push_async_callback(journal.close)
         loop = asyncio.get_running_loop()
 
@@ -286,8 +65,8 @@ async def serve(options: CoordinatorOptions, observer: Observer) -> int:
 
         authority = EnrolmentAuthority(options.directory, job.spec.job.name, observe=observe)
         signer_key = AssignmentSigner(authority.assignment_key, job.spec.job.name).key_der
-        core = await _restore(options, job, journal, signer_key)
-        parts = _Coordinator(options, observer, job, core, journal, authority, clock)
+        core = await restore_core(job, journal, signer_key)
+        parts = Coordinator(options, observer, job, core, journal, authority, clock)
         endpoints = parts.open_ports()
         interrupted = stack.enter_context(_signals())
         async with _running(parts):
@@ -296,7 +75,7 @@ async def serve(options: CoordinatorOptions, observer: Observer) -> int:
             return await _until_over(parts, interrupted, observer)
 
 
-async def _until_over(parts: _Coordinator, interrupted: asyncio.Event, observer: Observer) -> int:
+async def _until_over(parts: Coordinator, interrupted: asyncio.Event, observer: Observer) -> int:
     """Waits for the job's end or a signal, then for the workers to leave."""
     signalled = asyncio.create_task(interrupted.wait())
     try:
@@ -317,11 +96,12 @@ async def _until_over(parts: _Coordinator, interrupted: asyncio.Event, observer:
 
 
 @asynccontextmanager
-async def _running(parts: _Coordinator) -> AsyncIterator[None]:
+async def _running(parts: Coordinator) -> AsyncIterator[None]:
     """The loop, the children and the timers; what fails in one of them ends the whole."""
     body = asyncio.current_task()
     assert body is not None
     failed: list[BaseException] = []
+    leaving = False
 
     async def guard(work: Any) -> None:
         try:
@@ -330,10 +110,11 @@ async def _running(parts: _Coordinator) -> AsyncIterator[None]:
             raise
         except BaseException as error:
             failed.append(error)
-            body.cancel()
+            if not leaving:
+                body.cancel()
 
     background = [asyncio.create_task(guard(child.run())) for child in parts.children]
-    background.append(asyncio.create_task(guard(parts.renew())))
+    background += [asyncio.create_task(guard(parts.renew())), asyncio.create_task(guard(parts.report()))]
     main = asyncio.create_task(guard(parts.loop.run()))
     try:
         try:
@@ -341,17 +122,19 @@ async def _running(parts: _Coordinator) -> AsyncIterator[None]:
         except asyncio.CancelledError:
             if not failed:
                 raise
-            body.uncancel()
-            raise failed[0] from None
+            body.uncancel()  # it was us: the reason is raised below
     finally:
+        leaving = True
         await parts.leave("the coordinator is leaving")
         parts.loop.stop()
         await asyncio.wait({main}, timeout=SERVER_GRACE_S)
         for task in (*background, main):
             task.cancel()
         await asyncio.gather(*background, main, return_exceptions=True)
-        if not failed:
-            await parts.loop.flush()
+        if failed:
+            # Also what failed while we were leaving.
+            raise failed[0]
+        await parts.loop.flush()
 
 
 @contextmanager

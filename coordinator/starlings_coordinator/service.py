@@ -13,14 +13,14 @@ from typing import TypeVar
 
 from starlings_coordinator.clock import Clock
 from starlings_coordinator.core.events import WorkerConnected, WorkerDisconnected, WorkerSaid
+from starlings_coordinator.intake import received
 from starlings_coordinator.loop import CoreLoop
 from starlings_coordinator.owner import OwnerDesk
 from starlings_coordinator.sessions import Ending, SessionTable, TooManySessions, WorkerSession
 from starlings_protos import control_pb2, control_pb2_grpc
-from starlings_protos.convert import body_from_proto
 from starlings_protos.errors import RefusedError, abort, abort_with
 from starlings_protos.identity import PeerIdentity
-from starlings_protos.messages import Heartbeat, Hello, Refusal, ToCoordinator, WorkerId
+from starlings_protos.messages import Heartbeat, Hello, Refusal, WorkerId
 from starlings_protos.peers import Context, peer_identity
 
 R = TypeVar("R")
@@ -29,19 +29,6 @@ R = TypeVar("R")
 HELLO_WITHIN_S = 10.0
 # What still waits when a session ends is sent for this long at most.
 LAST_WORDS_S = 5.0
-
-
-def parse_message(message: control_pb2.ToCoordinator) -> ToCoordinator:
-    """The record that a worker sent.
-
-    Raises:
-        RefusedError: MALFORMED, with what is wrong.
-    """
-    try:
-        record: ToCoordinator = body_from_proto(message, ToCoordinator)
-    except ValueError as error:
-        raise RefusedError(Refusal.MALFORMED, f"A malformed message: {error}.") from None
-    return record
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
@@ -89,7 +76,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             ) from None
         if not isinstance(first, control_pb2.ToCoordinator):
             raise RefusedError(Refusal.MALFORMED, "The stream ended before its Hello.")
-        hello = parse_message(first)
+        hello = received(first)
         if not isinstance(hello, Hello):
             raise RefusedError(Refusal.MALFORMED, "The first message of a stream must be a Hello.")
         if hello.worker_id != identity.id:
@@ -122,7 +109,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             if session.ending is not None:
                 return
             try:
-                record = parse_message(message)
+                record = received(message)
             except RefusedError as error:
                 session.end(Ending(error.refusal, str(error)))
                 return

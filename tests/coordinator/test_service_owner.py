@@ -18,7 +18,8 @@ from starlings_protos.channels import enrolment_channel
 from starlings_protos.errors import refusal_of
 from starlings_protos.identity import Identity, PeerIdentity, Role, key_id, key_to_pem, make_csr, new_key
 from starlings_protos.invite import parse_invite
-from starlings_protos.messages import Event, LossPoint, Refusal, StatusReply, Welcome
+from starlings_protos.messages import Refusal, Welcome
+from starlings_protos.status import Event, LossPoint, StatusReply
 from support.coordinator_harness import Running, ScriptedWorker, childless
 from support.prepared_job import write_prepared_job
 
