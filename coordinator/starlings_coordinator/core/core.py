@@ -63,10 +63,10 @@ from starlings_protos.messages import (
     Ready,
     Refusal,
     StateReport,
-    StatusReply,
     WorkerId,
 )
-from starlings_protos.messages import Event as EventLine
+from starlings_protos.status import Event as EventLine
+from starlings_protos.status import StatusReply
 
 EVENTS_KEPT = 512
 

@@ -22,7 +22,8 @@ from starlings_coordinator.core.records import (
     TextRecorded,
     WorkerAdmitted,
 )
-from starlings_protos.messages import LossPoint, Span, Stage, WorkerId
+from starlings_protos.messages import Span, Stage, WorkerId
+from starlings_protos.status import LossPoint
 
 SNAPSHOT_LIMIT_BYTES = 256 << 20
 # Points of the loss curve beyond this are thinned to every second one, so that a long job's snapshot stays small.

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from starlings_coordinator.core.members import Member
-from starlings_protos.messages import GossipPeer, Span, StatusReply, WorkerId, WorkerStatus
+from starlings_protos.messages import GossipPeer, Span, WorkerId
+from starlings_protos.status import StatusReply, WorkerStatus
 
 if TYPE_CHECKING:
     from starlings_coordinator.core.core import Core

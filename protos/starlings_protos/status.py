@@ -1,0 +1,69 @@
+"""What people see of a job, as frozen records that mirror control.proto: made by the core, translated by `convert.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlings_protos.messages import GossipPeer, Span, Stage, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    sequence: int
+    at_s: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LossPoint:
+    step: int
+    tokens: int
+    loss: float
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    worker_id: WorkerId
+    device: str
+    device_class: str
+    state: str
+    reason: str
+    span: Span | None
+    gossip_peers: tuple[GossipPeer, ...]
+    tokens: int
+    tokens_per_second: float
+    bytes_sent: Mapping[str, int]
+    seconds: Mapping[str, float]
+    memory_bytes: int
+    planned_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReply:
+    job: str
+    phase: str
+    waiting_for: str
+    step: int
+    steps_total: int
+    tokens: int
+    tokens_total: int
+    tokens_per_second: float
+    loss: float
+    validation_loss: float
+    has_validation_loss: bool
+    workers: tuple[WorkerStatus, ...]
+    stages: tuple[Stage, ...]
+    plan_version: int
+    events: tuple[Event, ...]
+    loss_curve: tuple[LossPoint, ...]
+    samples_leased: int
+    samples_trained: int
+    samples_lost: int
+    checkpoint: str
+    elapsed_s: float
+    failure: str
+    # The shell decodes it from the generated tokens: the pure core leaves it empty.
+    sample_text: str = ""
