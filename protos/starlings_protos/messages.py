@@ -1,7 +1,7 @@
 """The wire's vocabulary as frozen records: what both pure cores speak, without grpc and without torch.
 
-Every class mirrors the protobuf message of the same name field by field (tests hold them together); `convert.py` translates.
-The .proto files explain the fields; comments here add only what a type cannot say.
+Every class mirrors the protobuf message of the same name field by field (tests hold them together), and
+`convert.py` translates. The .proto files explain the fields; comments here add only what a type cannot say.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What people see of a job, as frozen records that mirror control.proto: made by the core, translated by `convert.py`."""
+"""What people see of a job, as frozen records that mirror control.proto: made by the core."""
 
 from __future__ import annotations
 
