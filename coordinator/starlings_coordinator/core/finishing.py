@@ -210,7 +210,9 @@ class Finishing:
         core.desk.record(CheckpointRecorded(event.version, event.path))
         core.planning.keeper_has(event.version)
         core.desk.announce("checkpoint", f"version {event.version} is saved: {event.path}")
-        self._save_failures, self._save_again_at_s = 0, None
+        self._save_failures = 0
+        if event.version == core.state.step:
+            self._save_again_at_s = None
         if core.phase is Phase.TRAINING and self._hold_version == event.version:
             self._release_last()
         elif core.phase is Phase.FINISHING and self.part is Part.SAVE:
@@ -334,7 +336,10 @@ class Finishing:
         if core.phase is not Phase.FINISHING:
             return
         if self._work is not None:
-            self._lease_forward(self._work)
+            if now_s - self._since_s > (TRIES + 1) * self._forward_lease_s:
+                self._skip("nobody takes the work")
+            else:
+                self._lease_forward(self._work)
         elif self.part in (Part.AGREE, Part.AVERAGE) and now_s - self._since_s > timings.digest_s:
             late = [h for h in core.holders if h.worker_id not in self._reports]
             if late:
@@ -343,7 +348,7 @@ class Finishing:
     def _lease_forward(self, work: ForwardWork) -> None:
         core, now_s = self._core, self._core.now.monotonic_s
         for index, (worker_id, at_s) in list(work.leases.items()):
-            if worker_id not in core.members or now_s - at_s > core.config.timings.forward_lease_s:
+            if worker_id not in core.members or now_s - at_s > self._forward_lease_s:
                 self._return(work, index, f"not answered by {worker_id} in time")
                 if self._work is not work:
                     return
@@ -373,7 +378,12 @@ class Finishing:
             samples, kind = (self._prompt_sample, *self._text), LeaseKind.GENERATE
         # A lease that comes back is another attempt, so that a late answer to the first does not count twice.
         key = MicrobatchKey(kind, work.key_step, work.tries.get(index, 0), index)
-        return Lease(key, samples, 1.0, config.timings.forward_lease_s)
+        return Lease(key, samples, 1.0, self._forward_lease_s)
+
+    @property
+    def _forward_lease_s(self) -> float:
+        timings = self._core.config.timings
+        return timings.forward_lease_s + self._core.stepping.lease_s - timings.lease_s
 
     @property
     def _prompt_sample(self) -> int:
@@ -390,12 +400,14 @@ class Finishing:
         ):
             core.dropped_messages += 1
             return
+        span = core.state.spans.get(member.worker_id)
         ends_here = bool(message.route) and message.route[-1].worker_id == member.worker_id
-        if not ends_here or len(core.state.stages) - 1 not in core.state.spans[member.worker_id]:
+        if not ends_here or span is None or len(core.state.stages) - 1 not in span:
             core.refused_reports += 1
             return
         del work.leases[key.index]
         work.done += 1
+        self._since_s = core.now.monotonic_s
         if self.part is Part.GENERATE:
             self._next_token(message.next_token)
             return
@@ -430,12 +442,15 @@ class Finishing:
         del work.leases[index]
         work.tries[index] = work.tries.get(index, 0) + 1
         if work.tries[index] >= TRIES:
-            assert self.part is not None
-            # The model is worth more than figures about it.
-            self._core.desk.announce("evaluation", f"{self.part.value} failed {TRIES} times: {reason}")
-            self._enter(Part.GENERATE if self.part is Part.EVALUATE else Part.SAVE)
+            self._skip(f"failed {TRIES} times: {reason}")
             return
         work.pool.append(index)
+
+    def _skip(self, reason: str) -> None:
+        """The model is worth more than figures about it."""
+        assert self.part is not None
+        self._core.desk.announce("evaluation", f"{self.part.value}: {reason}")
+        self._enter(Part.GENERATE if self.part is Part.EVALUATE else Part.SAVE)
 
     def waiting_words(self) -> str:
         if self.part is None:
