@@ -39,7 +39,7 @@ def test_appended_records_come_back_in_order(tmp_path: Path) -> None:
 def test_snapshot_and_entries_together_are_everything(
     tmp_path_factory: pytest.TempPathFactory, acts: list[list[bytes] | None]
 ) -> None:
-    """None = restart after a snapshot. The fold (here: concatenation) over what is stored equals the fold over what was appended."""
+    """None = restart after a snapshot. The fold over what is stored equals the fold over what was appended."""
     url = _url(tmp_path_factory.mktemp("store"))
     store, everything = Store(url), b""
     store.load()
