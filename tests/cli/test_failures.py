@@ -66,10 +66,9 @@ def test_report_prints_a_traceback_only_when_debugging(
 
     for debug in ("", "1"):
         monkeypatch.setenv("STARLINGS_DEBUG", debug)
-        try:
+        with pytest.raises(ValueError, match="odd") as raised:
             fail()
-        except ValueError as error:
-            assert failures.report(error, as_json=True) == 1
+        assert failures.report(raised.value, as_json=True) == 1
         printed = capsys.readouterr()
         assert ("Traceback" in printed.err) == bool(debug)
         assert json.loads(printed.out)["exit_code"] == 1

@@ -181,9 +181,8 @@ def join(
 
         cat invite.txt | starlings join -
     """
-    from starlings_worker.supervisor import run_worker
-
     from starlings_worker.options import WorkerOptions
+    from starlings_worker.supervisor import run_worker
 
     if precision not in ("auto", "fp32", "bf16"):
         raise CommandError(f"There is no precision '{precision}': use auto, fp32 or bf16.", ExitCode.USAGE)
