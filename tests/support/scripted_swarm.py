@@ -1,4 +1,4 @@
-"""Real engine processes under a coordinator that follows a script: no supervisor, no control stream, no core of its own.
+"""Real engine processes under a coordinator that follows a script: no supervisor, no control stream, no core.
 
 It plays all that an engine sees: Welcome, assignments, leases, exchange, commit; and the keeper's data plane.
 """
@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import grpc.aio
-
 from starlings_job.checkpoint import read_block
 from starlings_job.prepare import prepare
 from starlings_job.prepared import load_prepared, load_profile, weights_url
@@ -25,7 +23,6 @@ from starlings_job.sampling import samples_of_step
 from starlings_job.schedule import learning_rate
 from starlings_protos import (
     channels,
-    control_pb2,
     convert,
     data_pb2,
     data_pb2_grpc,
@@ -54,6 +51,7 @@ from starlings_protos.messages import (
     Prepared,
     ProbeReport,
     Ready,
+    SignedAssignment,
     Span,
     Stage,
     StateReport,
@@ -68,13 +66,14 @@ from starlings_protos.peers import DATA_POLICY, RoleGuard
 from starlings_protos.state_transfer import ServedBlock, StateTensor, state_frames
 
 T = TypeVar("T")
+# Job text; `model` is a preset or a family's smallest configuration.
 JOB = """
 [job]
 name = "scripted"
 seed = 7
 tokens = "100k"
 [model]
-preset = "micro"
+{model}
 [data]
 source = "stdlib"
 limit = "300 KB"
@@ -95,8 +94,16 @@ codec = "{exchange}"
 
 
 def prepare_job(directory: Path, **changes: Any) -> Path:
-    """A prepared micro job; changes: optimizer, momentum, lr, pipeline, exchange."""
-    values = {"optimizer": "adamw", "momentum": 0.0, "lr": 1e-3, "pipeline": "exact", "exchange": "exact"}
+    """A prepared small job; changes: model, optimizer, momentum, lr, pipeline, exchange."""
+    values = {
+        "model": 'preset = "micro"',
+        "optimizer": "adamw",
+        "momentum": 0.0,
+        "lr": 1e-3,
+        "pipeline": "exact",
+        "exchange": "exact",
+    }
+    directory.mkdir(parents=True, exist_ok=True)
     path = directory / "job.toml"
     path.write_text(JOB.format(**{**values, **changes}))
     prepare(path, directory / "job")
@@ -104,8 +111,8 @@ def prepare_job(directory: Path, **changes: Any) -> Path:
 
 
 class _KeeperService(data_pb2_grpc.DataServicer):
-    def __init__(self, job_directory: Path) -> None:
-        self._url = weights_url(job_directory)
+    def __init__(self) -> None:
+        self.url = ""
         self.requests = 0
 
     async def FetchState(
@@ -113,7 +120,7 @@ class _KeeperService(data_pb2_grpc.DataServicer):
     ) -> AsyncIterator[data_pb2.Frame]:
         self.requests += 1
         for block in request.blocks:
-            raw = read_block(self._url, 0, block)
+            raw = read_block(self.url, 0, block)
             tensors = [StateTensor(n, t.data_type, t.shape, t.data) for n, t in sorted(raw.items())]
             for frame in state_frames([ServedBlock(0, block, tensors)], request.offset):
                 yield frame
@@ -132,6 +139,7 @@ class Engine:
     span: Span | None = None
     inbox: asyncio.Queue[ToCoordinator] = field(default_factory=asyncio.Queue)
     failure: str = ""
+    log: list[str] = field(default_factory=list)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     started: asyncio.Event = field(default_factory=asyncio.Event)
     reader: asyncio.Task[None] | None = None
@@ -163,6 +171,8 @@ class Engine:
                         self.heartbeat = record
                     else:
                         self.inbox.put_nowait(record)
+                case "log":
+                    self.log.append(message.log.text)
                 case "failed":
                     self.failure = message.failed.message
                 case "finished":
@@ -172,28 +182,53 @@ class Engine:
 
     async def next(self, kind: type[T], within_s: float = 60.0) -> T:
         """The next message of that kind; LeaseRequests in between are skipped."""
-        async with asyncio.timeout(within_s):
-            while True:
-                message = await self.inbox.get()
-                if isinstance(message, kind):
-                    return message
-                assert isinstance(message, LeaseRequest), f"{self.id}: {message} instead of {kind.__name__}"
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                message = await asyncio.wait_for(self.inbox.get(), deadline - time.monotonic())
+            except TimeoutError:
+                raise AssertionError(
+                    f"{self.id} sent no {kind.__name__}; {self.failure}; {self.log}"
+                ) from None
+            if isinstance(message, kind):
+                return message
+            assert isinstance(message, LeaseRequest), f"{self.id}: {message} instead of {kind.__name__}"
 
 
 class ScriptedSwarm:
-    """`async with ScriptedSwarm(job_directory) as swarm: await swarm.start(2)`"""
+    """`async with ScriptedSwarm(job_directory) as swarm: await swarm.start({}, {})`: two engines.
+
+    Engines are dear (an import of torch each), so one swarm may serve many tests: `use` gives all engines a
+    new life, with the same job or another.
+    """
 
     def __init__(self, job_directory: Path) -> None:
+        self.key = new_key()
+        self.engines: list[Engine] = []
+        self.plan_version = 0
+        self.incarnation = 1
+        self.keeper_service = _KeeperService()
+        self._adopt(job_directory)
+        self.authority = CertificateAuthority.create(self.job.job.name, time.time())
+
+    def _adopt(self, job_directory: Path) -> None:
         self.directory = job_directory
         self.job = load_prepared(job_directory)
         self.profile = load_profile(job_directory)
         self.store = RecordStore(job_directory)
-        self.authority = CertificateAuthority.create(self.job.job.name, time.time())
-        self.key = new_key()
-        self.engines: list[Engine] = []
         self.stages: tuple[Stage, ...] = ()
-        self.plan_version = 0
-        self.keeper_service = _KeeperService(job_directory)
+        self.keeper_service.url = weights_url(job_directory)
+
+    async def use(self, job_directory: Path) -> None:
+        """A new incarnation of every engine, in this job."""
+        self.store.close()
+        self._adopt(job_directory)
+        self.incarnation += 1
+        for engine in self.engines:
+            engine.span = None
+            self.welcome(engine, probe_now=False)
+            while not engine.inbox.empty():
+                engine.inbox.get_nowait()
 
     async def __aenter__(self) -> ScriptedSwarm:
         keeper = self.authority.issue_identity(KEEPER, time.time())
@@ -254,16 +289,16 @@ class ScriptedSwarm:
             async with asyncio.timeout(60):
                 await engine.started.wait()
             assert engine.addresses, engine.failure
-            self.welcome(engine, 1)
+            self.welcome(engine)
             engine.probe = await engine.next(ProbeReport)
         self.engines.sort(key=lambda e: e.id)
         return engines
 
-    def welcome(self, engine: Engine, incarnation: int, *, probe_now: bool = True) -> None:
+    def welcome(self, engine: Engine, *, probe_now: bool = True) -> None:
         engine.say(
             Welcome(
                 1,
-                incarnation,
+                self.incarnation,
                 self.job.to_json(),
                 self.job.digest(),
                 0.2,
@@ -283,48 +318,53 @@ class ScriptedSwarm:
         *,
         slots: int = 4,
         recompute: bool = False,
-        incarnation: int = 1,
+        version: int = 0,
+        donors: Sequence[Engine] = (),
     ) -> dict[WorkerId, Ready]:
-        """A plan from version 0; returns what the holders report."""
+        """A plan; returns what the holders report. Without `donors` the keeper gives version 0."""
         self.stages, self.plan_version = tuple(stages), self.plan_version + 1
         holders = [e for e in self.engines if e.id in spans]
         for engine in holders:
             engine.span = spans[engine.id]
             peers = tuple(
-                Peer(e.id, e.addresses, spans[e.id], incarnation, slots=slots)
+                Peer(e.id, e.addresses, spans[e.id], self.incarnation, slots=slots)
                 for e in holders
                 if e is not engine
-            )
-            claim = AssignmentClaim(
-                self.job.job.name,
-                engine.id,
-                incarnation,
-                self.plan_version,
-                engine.span,
-                time.time() - 60,
-                time.time() + 900,
-                "worker",
             )
             engine.say(
                 Assignment(
                     self.plan_version,
                     self.stages,
                     engine.span,
-                    0,
-                    (self._keeper,),
+                    version,
+                    tuple(Peer(d.id, d.addresses) for d in donors) or (self._keeper,),
                     peers,
                     slots,
                     recompute,
                     "all",
                     (),
                     1,
-                    0,
+                    version,
                     0,
                     self.profile.tensor_limit_bytes(self.job.train.microbatch),
-                    sign_assignment(self.key, claim),
+                    self.signed(engine.id, engine.span),
                 )
             )
         return {e.id: await e.next(Ready) for e in holders}
+
+    def signed(self, worker_id: str, span: Span | None, **changes: Any) -> SignedAssignment:
+        """The coordinator's word for a worker; `changes` go into the claim."""
+        values = {
+            "job": self.job.job.name,
+            "worker_id": worker_id,
+            "incarnation": self.incarnation,
+            "plan_version": self.plan_version,
+            "span": span,
+            "not_before_s": time.time() - 60,
+            "expires_s": time.time() + 900,
+            "role": "worker",
+        }
+        return sign_assignment(self.key, AssignmentClaim(**{**values, **changes}))
 
     def holders(self, stage: int) -> list[Engine]:
         return [e for e in self.engines if e.span is not None and stage in e.span]
@@ -471,6 +511,3 @@ class ScriptedSwarm:
 
 class _Enough(Exception):
     pass
-
-
-__all__ = ["Engine", "ScriptedSwarm", "control_pb2", "grpc", "prepare_job"]
