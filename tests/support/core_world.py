@@ -277,7 +277,7 @@ class World:
             case StepCommitted():
                 fake.version, fake.accumulated = message.step + 1, {}
             case StateWanted():
-                self.say(fake, StateReport(message.version, self.digests(fake)))
+                self.say(fake, StateReport(message.version, self.digests(fake), self.core.state.attempt))
             case Finish():
                 fake.finished = message
             case _:
@@ -322,7 +322,7 @@ class World:
 
     def _exchange(self, fake: Fake, message: ExchangeOpened) -> None:
         if message.purpose is ExchangePurpose.STATE:
-            self.say(fake, StateReport(fake.version, self.digests(fake)))
+            self.say(fake, StateReport(fake.version, self.digests(fake), self.core.state.attempt))
             return
         groups = []
         for group in message.groups:
