@@ -29,7 +29,7 @@ def export_checkpoint(
         version: of the checkpoints; the newest when None; 0 is the weights that training began with.
 
     Returns:
-        path, version, parameters, bytes, facts of the checkpoint.
+        path, version, family, parameters, bytes, facts of the checkpoint.
 
     Raises:
         ExportError: `out_dir` is not empty, or there is no such checkpoint.
@@ -75,6 +75,8 @@ def export_checkpoint(
     return {
         "path": str(out),
         "version": version,
+        # How to load it depends on the family: "sequential" is no Hugging Face model.
+        "family": job.description.family,
         "parameters": count,
         "bytes": written.byte_count,
         "facts": dict(manifest.facts),

@@ -144,12 +144,12 @@ def export(
         emit({"event": "exported", "path": str(out), **result})
     else:
         say(f"Exported version {result['version']} to {out}.")
-        say(loading_lines(out, str(result.get("kind", ""))))
+        say(loading_lines(out, str(result.get("family", ""))))
 
 
-def loading_lines(out: Path, kind: str = "") -> str:
+def loading_lines(out: Path, family: str = "") -> str:
     """What to type in Python to use an exported model."""
-    if kind == "sequential":
+    if family == "sequential":
         return f"Weights by block: {out}/model.safetensors, configuration: {out}/config.json"
     return (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"

@@ -131,7 +131,7 @@ def run_demo(options: DemoOptions) -> None:
     if options.json_output:
         emit({"event": "report", **report})
     else:
-        console().print(final_panel(report, history, loading_lines(out, str(exported.get("kind", "")))))
+        console().print(final_panel(report, history, loading_lines(out, str(exported.get("family", "")))))
 
 
 async def follow(swarm: Swarm, job_directory: Path, history: History, *, json_output: bool) -> None:

@@ -417,7 +417,8 @@ class Finishing:
             loss = work.loss_sum / max(1, work.target_count)
             if math.isfinite(loss):
                 core.desk.record(EvaluationRecorded(core.state.step, loss))
-                core.desk.announce("evaluation", f"validation loss {loss:.4f} nats per token")
+                unit = "sample" if core.config.profile.family == "sequential" else "token"
+                core.desk.announce("evaluation", f"validation loss {loss:.4f} nats per {unit}")
             else:
                 core.desk.announce("evaluation", "the validation loss is not finite")
             self._enter(Part.GENERATE)
