@@ -59,4 +59,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stderr.flush()
+    # Everything is closed by now; taking torch's thousands of modules apart would cost seconds of processor time.
+    os._exit(status)

@@ -18,6 +18,8 @@ from starlings_protos import control_pb2, pipes, process_pb2
 from starlings_worker.errors import ExitCode
 from starlings_worker.platform import memory_kills, start_options
 
+# What the child process runs; it speaks starlings_protos.pipes.
+ENGINE_MODULE = "starlings_worker.engine"
 # The log of the engines before the present one is kept up to this size.
 _LOG_LIMIT_BYTES = 8 << 20
 # After a request to end, this long until the process is killed.
@@ -71,7 +73,7 @@ class EngineChild:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "starlings_worker.engine",
+                ENGINE_MODULE,
                 str(os.getpid()),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,

@@ -7,6 +7,7 @@ relay changes nothing for callers. A failed push says whether the receiver certa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import TypeVar
 
@@ -173,43 +174,40 @@ class Links:
         call: grpc.aio.StreamUnaryCall[data_pb2.Frame, object] = getattr(link.stub, method)(
             metadata=self._metadata
         )
-        sent_bytes = 0
         try:
             with self._meters.timing("send"):
-                for frame in frames.write_transfer(header, buffers):
-                    if call.done():
-                        break
-                    async with asyncio.timeout(self._stall_s):
-                        await call.write(frame)
-                    sent_bytes += frame.ByteSize()
-                if not call.done():
-                    await call.done_writing()
+                sent_bytes = await self._write(call, header, buffers)
+                self._meters.sent(kind, sent_bytes)
                 async with asyncio.timeout(self._stall_s):
-                    receipt = await call
+                    return _receipt(await call)
         except TimeoutError:
             raise PushError(
                 f"{to} did not take or answer a transfer for {self._stall_s:.0f} s", certain=False
             ) from None
-        except asyncio.InvalidStateError:
-            # The server ended the call while we wrote: it says why, or it had the transfer before.
-            return await self._early_answer(call, to)
         except grpc.aio.AioRpcError as error:
             raise _explained(error, to) from None
         finally:
             call.cancel()
-            self._meters.sent(kind, sent_bytes)
-        return _receipt(receipt)
 
-    async def _early_answer(
-        self, call: grpc.aio.StreamUnaryCall[data_pb2.Frame, object], to: WorkerId
-    ) -> Receipt:
-        try:
-            async with asyncio.timeout(self._stall_s):
-                return _receipt(await call)
-        except TimeoutError:
-            raise PushError(f"{to} gave no answer", certain=False) from None
-        except grpc.aio.AioRpcError as error:
-            raise _explained(error, to) from None
+    async def _write(
+        self,
+        call: grpc.aio.StreamUnaryCall[data_pb2.Frame, object],
+        header: data_pb2.Header,
+        buffers: Sequence[frames.Buffer],
+    ) -> int:
+        """Writes the frames, until the other side has ended the call: it refused, or it has the transfer already.
+
+        A write that fails for that reason raises something of the library's own; the call's real status comes with
+        its answer, which the caller awaits anyway.
+        """
+        sent_bytes = 0
+        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            for frame in frames.write_transfer(header, buffers):
+                async with asyncio.timeout(self._stall_s):
+                    await call.write(frame)
+                sent_bytes += frame.ByteSize()
+            await call.done_writing()
+        return sent_bytes
 
     # ---------------------------------------------------------------- state
 
