@@ -18,6 +18,11 @@ def jobs_root() -> Path:
     return Path(platformdirs.user_data_dir("starlings", appauthor=False)) / "jobs"
 
 
+def workers_root() -> Path:
+    """`<user data>/starlings/workers`: one directory per swarm that this machine has joined."""
+    return Path(platformdirs.user_data_dir("starlings", appauthor=False)) / "workers"
+
+
 def job_directory(job: str) -> Path:
     """The default directory of a job by its name."""
     if not _NAME.fullmatch(job):

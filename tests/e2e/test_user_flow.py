@@ -17,7 +17,7 @@ from swarms import LiveSwarm, job_text, prepared_job, starlings, write_job
 
 def test_a_job_from_init_to_export_and_on_from_there(tmp_path: Path) -> None:
     assert starlings("init", cwd=tmp_path).code == 0
-    job_file = write_job(tmp_path, job_text(10**7, train={"lr": 3e-3}))
+    job_file = write_job(tmp_path, job_text(10**7, train={"lr": 3e-3, "warmup": 2}))
     prepared = starlings("prepare", job_file, "--json", cwd=tmp_path)
     assert prepared.code == 0, prepared.err
     job = Path(prepared.records[-1]["directory"])
@@ -25,9 +25,8 @@ def test_a_job_from_init_to_export_and_on_from_there(tmp_path: Path) -> None:
 
     with LiveSwarm.of(job, tmp_path) as swarm:
         swarm.join()
-        # The second one finds the invite in a file, as a volunteer may.
         swarm.join("--json")
-        swarm.wait(lambda r: r.phase == "training" and r.step >= 5, within_s=120)
+        swarm.wait(lambda r: r.phase == "training" and r.step >= 20, within_s=120)
         shown = starlings("status", cwd=tmp_path)
         assert shown.code == 0, shown.err
         assert "training" in shown.out
@@ -71,7 +70,7 @@ def check_second_job(folder: Path, exported: Path, validation_loss: float) -> No
     with RecordStore(second) as store:
         assert abs(evaluate(load_whole(second, spec.description), store, 2) - validation_loss) < 1e-3
     first = train_reference(second, 1).losses[0]
-    assert first < 5.0, "an untrained model's loss is about 5.5"
+    assert abs(first - validation_loss) < 0.2, "an untrained model's loss is about 5.5"
 
 
 def test_a_worker_leaves_in_order_and_the_coordinator_says_so(tmp_path: Path) -> None:

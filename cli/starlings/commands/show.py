@@ -30,6 +30,9 @@ def demo(
             "--json", help="Write the outcome there as JSON ('-' = all output as JSON lines).", metavar="FILE"
         ),
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Save a picture of the run (SVG).", metavar="FILE")
+    ] = None,
 ) -> None:
     """A whole mixed swarm on this machine: one coordinator, four unlike workers, real text, a real model.
 
@@ -47,4 +50,4 @@ def demo(
     from starlings.demo.run import DemoOptions, run_demo
 
     as_lines = json_file is not None and str(json_file) == "-"
-    run_demo(DemoOptions(workers, steps, seed, directory, None if as_lines else json_file, as_lines))
+    run_demo(DemoOptions(workers, steps, seed, directory, None if as_lines else json_file, as_lines, picture))

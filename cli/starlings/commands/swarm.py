@@ -12,7 +12,7 @@ import typer
 
 from starlings.commands.job import prepare_job
 from starlings.commands.options import DirOption, JsonOption
-from starlings.directories import choose_job, is_prepared, job_directory
+from starlings.directories import choose_job, is_prepared, job_directory, workers_root
 from starlings.failures import CommandError, ExitCode, guarded
 from starlings.output import Throttle, emit, say
 from starlings_job.spec import load_job
@@ -186,9 +186,10 @@ def join(
 
     if precision not in ("auto", "fp32", "bf16"):
         raise CommandError(f"There is no precision '{precision}': use auto, fp32 or bf16.", ExitCode.USAGE)
+    found = read_invite(invite, invite_file)
     options = WorkerOptions(
-        invite=read_invite(invite, invite_file, directory),
-        directory=directory,
+        invite=found,
+        directory=directory if found or directory else joined_before(),
         devices=devices,
         listen_host=listen,
         listen_port=port,
@@ -218,11 +219,11 @@ class WorkerVoice:
             say(f"{event.worker_id[:7]} {event.text}".strip())
 
 
-def read_invite(argument: str | None, file: Path | None, directory: Path | None) -> str:
-    """The invite from the argument, a file, standard input or the environment; "" when `directory` has a certificate.
+def read_invite(argument: str | None, file: Path | None) -> str:
+    """The invite from the argument, a file, standard input or the environment; "" when there is none.
 
     Raises:
-        CommandError: there is none.
+        CommandError: it was given twice.
     """
     if argument is not None and file is not None:
         raise CommandError("Give the invite once: as argument or with --invite-file.", ExitCode.USAGE)
@@ -233,16 +234,30 @@ def read_invite(argument: str | None, file: Path | None, directory: Path | None)
     if file is not None:
         with file.open(encoding="utf-8", errors="replace") as stream:
             return stream.readline(LENGTH_LIMIT_CHARACTERS + 2).strip()
-    from_environment = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
-    if from_environment:
-        return from_environment
-    if directory is not None and any(directory.rglob("id.pem")):
-        return ""
-    raise CommandError(
-        "Which swarm? Give the invite that the owner sent you: starlings join starlings://... "
-        f"(or --invite-file, '-' for standard input, or {ENVIRONMENT_VARIABLE}).",
-        ExitCode.USAGE,
-    )
+    return os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+
+
+def joined_before() -> Path:
+    """The directory of the only swarm that this machine has joined: coming back needs no invite.
+
+    Raises:
+        CommandError: it has joined none, or several.
+    """
+    found = sorted({path.parent for path in workers_root().glob("*/id.pem")})
+    found += sorted({path.parents[2] for path in workers_root().glob("*/devices/*/id.pem")} - set(found))
+    if not found:
+        raise CommandError(
+            "Which swarm? Give the invite that the owner sent you: starlings join starlings://... "
+            f"(or --invite-file, '-' for standard input, or {ENVIRONMENT_VARIABLE}).",
+            ExitCode.USAGE,
+        )
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise CommandError(
+            f"This machine has joined several swarms ({names}): say which with --dir {found[0]}, or give an invite.",
+            ExitCode.USAGE,
+        )
+    return found[0]
 
 
 def _size(text: str, option: str) -> int:

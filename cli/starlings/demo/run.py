@@ -45,6 +45,7 @@ class DemoOptions:
     directory: Path
     json_file: Path | None
     json_output: bool
+    picture: Path | None = None
 
 
 def job_text(options: DemoOptions) -> str:

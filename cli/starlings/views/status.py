@@ -45,6 +45,8 @@ class History:
     points: list[control_pb2.LossPoint] = field(default_factory=list)
     events: list[control_pb2.Event] = field(default_factory=list)
     last: control_pb2.StatusReply | None = None
+    # The last reply from the middle of training: what a picture of the run shows.
+    training: control_pb2.StatusReply | None = None
     _seen_event: int = 0
 
     def add(self, reply: control_pb2.StatusReply) -> list[control_pb2.Event]:
@@ -58,6 +60,8 @@ class History:
             first = reply.loss_curve[0].step
             self.points = [p for p in self.points if p.step < first] + list(reply.loss_curve)
         self.last = reply
+        if reply.phase == "training" and reply.step < reply.steps_total:
+            self.training = reply
         return fresh
 
     @property
