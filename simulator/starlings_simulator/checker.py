@@ -2,6 +2,7 @@
 
 - A step is applied with exactly the step's microbatches, each once, in every stage (`applied`).
 - Replicas of a block agree at every version, within a numeric class (`holds`).
+- A step is committed when every holder of the plan has said Prepared, with one set of numbers (`step_committed`).
 - A microbatch of one attempt is leased to one living worker at a time (`granted`).
 - What a route claims passes every stage once (`done`).
 """
@@ -16,6 +17,7 @@ from starlings_protos.messages import (
     LeaseKind,
     MicrobatchDone,
     MicrobatchKey,
+    Prepared,
     StepCommitted,
     WorkerId,
 )
@@ -31,6 +33,10 @@ class Checker:
     # Attempt under which each step was committed in the present line of versions.
     committed: dict[int, StepCommitted] = field(default_factory=dict)
     leased: dict[MicrobatchKey, WorkerId] = field(default_factory=dict)
+    # Who holds a span of the newest plan, and who said Prepared for what.
+    plan_version: int = 0
+    holders: set[WorkerId] = field(default_factory=set)
+    prepared: dict[tuple[int, int], set[WorkerId]] = field(default_factory=dict)
     finished: set[MicrobatchKey] = field(default_factory=set)
     stage_count: int = 0
     steps_applied: int = 0
@@ -39,6 +45,17 @@ class Checker:
 
     def assigned(self, assignment: Assignment) -> None:
         self.stage_count = len(assignment.stages)
+
+    def planned(self, worker_id: WorkerId, assignment: Assignment) -> None:
+        """The coordinator sends a worker its place in a plan."""
+        if assignment.plan_version > self.plan_version:
+            self.plan_version = assignment.plan_version
+            self.holders = {worker_id} | {peer.worker_id for peer in assignment.peers}
+            self.prepared.clear()
+        self.rewound(assignment.version)
+
+    def said_prepared(self, worker_id: WorkerId, message: Prepared) -> None:
+        self.prepared.setdefault((message.step, message.attempt), set()).add(worker_id)
 
     def rewound(self, version: int) -> None:
         """The job goes on from an older version: what was committed after it is void."""
@@ -52,6 +69,11 @@ class Checker:
         self.finished = {key for key in self.finished if key.step < version}
 
     def step_committed(self, message: StepCommitted) -> None:
+        if message.step not in self.committed:
+            missing = self.holders - self.prepared.get((message.step, message.attempt), set())
+            require(
+                not missing, f"step {message.step} is committed although {sorted(missing)} are not prepared"
+            )
         known = self.committed.setdefault(message.step, message)
         require(
             (known.attempt, known.clip_factor, known.learning_rate)
@@ -73,8 +95,15 @@ class Checker:
             known = self.states.setdefault(key, state)
             require(
                 known == state,
-                f"{worker_id} holds block {block} at version {device.version} as {state}, others as {known}",
+                f"{worker_id} has {state} as block {block} at version {device.version}, others have {known}",
             )
+
+    def loaded(self, worker_id: WorkerId, device: Device) -> None:
+        """A span came from the keeper; where classes differ, its state is of one class and now everybody's."""
+        if len({numeric_class for _, _, numeric_class in self.states} | {device.numeric_class}) > 1:
+            for block, state in device.states.items():
+                self.states[device.version, block, device.numeric_class] = state
+        self.holds(worker_id, device)
 
     def granted(self, worker_id: WorkerId, lease: Lease) -> None:
         if lease.key.kind is not LeaseKind.TRAIN:

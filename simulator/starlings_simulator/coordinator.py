@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from starlings_coordinator.core.effects import (
@@ -37,6 +37,7 @@ from starlings_protos.messages import (
     MicrobatchDone,
     PlanReply,
     PlanRequest,
+    Prepared,
     Refused,
     StepCommitted,
     ToCoordinator,
@@ -57,27 +58,61 @@ class CoordinatorCore(Protocol):
 
     def waiting_words(self) -> str: ...
 
+    @property
+    def phase(self) -> object: ...
+
 
 class Coordinator:
+    """Survives its lives: `crash` ends one, `start` begins the next from the log. `restore(log)` makes a core of it."""
+
     def __init__(
         self,
         world: World,
-        core: CoordinatorCore,
+        restore: Callable[[Sequence[object]], CoordinatorCore],
         plan: Callable[[PlanRequest], PlanReply],
         keeper: Keeper,
         rng: random.Random,
     ) -> None:
         self.world = world
-        self.core = core
+        self._restore = restore
         self.process = Process("coordinator")
         self._plan = plan
         self._keeper = keeper
         self._rng = rng
         self._streams: dict[int, ControlStream] = {}
+        self._log: list[object] = []
+        self._dies_after_writing = False
         self.ended: JobEnded | None = None
+        self.core = restore(())
+        self.start()
+
+    def start(self) -> None:
+        if not self.process.alive:
+            self.world.note("coordinator", "!!", f"starts again with {len(self._log)} records")
+            self.process = Process("coordinator")
+            self.core = self._restore(self._log)
         self.handle(Booted())
-        self.handle(KeeperStarted(("keeper:7700",), keeper.versions))
+        self.handle(KeeperStarted(("keeper:7700",), self._keeper.versions))
         self._tick()
+
+    def crash(self) -> None:
+        """At once, or in the worst moment: the next records are written, their effects never leave."""
+        if self._rng.random() < 0.5:
+            self._die()
+        else:
+            self._dies_after_writing = True
+            process = self.process
+            self.world.clock.after(2.0, lambda: self._die() if self.process is process else None)
+
+    def _die(self) -> None:
+        if not self.process.alive or self.ended is not None:
+            return
+        self.world.note("coordinator", "!!", "crashes")
+        self._dies_after_writing = False
+        self.process.kill()
+        for stream in list(self._streams.values()):
+            stream.break_off()
+        self._streams.clear()
 
     def handle(self, event: Event) -> None:
         quiet = isinstance(event, Ticked) or (
@@ -86,8 +121,12 @@ class Coordinator:
         if not quiet:
             self.world.note("coordinator", "<-", event)
         now_s = self.world.now_s
-        _, effects = self.core.handle(event, Now(now_s, 1_700_000_000.0 + now_s, "boot"))
+        records, effects = self.core.handle(event, Now(now_s, 1_700_000_000.0 + now_s, "boot"))
         self.core.validate()
+        self._log += records
+        if records and self._dies_after_writing:
+            self._die()
+            return
         for effect in effects:
             if not (isinstance(effect, Send) and isinstance(effect.message, HeartbeatAck)):
                 self.world.note("coordinator", "->", effect)
@@ -100,7 +139,8 @@ class Coordinator:
                 self.handle(Ticked())
                 self._tick()
 
-        self.world.clock.after(TICK_S, lambda: self.process.deliver(ticked))
+        process = self.process
+        self.world.clock.after(TICK_S, lambda: process.deliver(ticked))
 
     # ------------------------------------------------------------------ streams
 
@@ -111,6 +151,8 @@ class Coordinator:
     def said(self, stream: ControlStream, message: ToCoordinator) -> None:
         if isinstance(message, MicrobatchDone):
             self.world.checker.done(stream.worker_id, message)
+        if isinstance(message, Prepared):
+            self.world.checker.said_prepared(stream.worker_id, message)
         self.handle(WorkerSaid(stream.session, stream.worker_id, message))
 
     def disconnected(self, stream: ControlStream) -> None:
@@ -130,10 +172,10 @@ class Coordinator:
                         stream.down(Refused(effect.refusal, effect.message))
                     stream.close()
             case ComputePlan():
-                request = effect.request
+                request, process = effect.request, self.process
                 self.world.clock.after(
                     self._rng.uniform(0.05, 0.3),
-                    lambda: self.process.deliver(lambda: self.handle(PlanComputed(self._plan(request)))),
+                    lambda: process.deliver(lambda: self.handle(PlanComputed(self._plan(request)))),
                 )
             case SaveCheckpoint():
                 self._save(effect)
@@ -151,7 +193,7 @@ class Coordinator:
             case StepCommitted():
                 checker.step_committed(effect.message)
             case Assignment():
-                checker.rewound(effect.message.version)
+                checker.planned(effect.worker_id, effect.message)
             case _:
                 pass
         stream = self._streams.get(effect.session)
@@ -165,7 +207,8 @@ class Coordinator:
             else:
                 self.handle(CheckpointFailed(effect.version, "a donor is gone"))
 
-        self.world.clock.after(self._rng.uniform(0.2, 0.6), lambda: self.process.deliver(save))
+        process = self.process
+        self.world.clock.after(self._rng.uniform(0.2, 0.6), lambda: process.deliver(save))
 
 
 class Keeper(Protocol):

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 
 from starlings_coordinator.core.config import CoreConfig, Timings
 from starlings_coordinator.core.core import Core
+from starlings_coordinator.core.records import record_from_json, record_to_json
 from starlings_job.profile import BlockProfile, Profile
 from starlings_job.spec import JobSpec, parse_job
 from starlings_simulator.coordinator import CoordinatorCore
 from starlings_simulator.scenario import Scenario
+from starlings_simulator.simulation import CoreFactory
 from starlings_simulator.standin import StandIn
 
 SAMPLES_PER_MICROBATCH = 2
@@ -88,10 +90,31 @@ def config_of(
     )
 
 
-def real_core(
-    scenario: Scenario, names: tuple[str, ...], count_targets: Callable[[Sequence[int]], int]
+def restore_real(
+    scenario: Scenario,
+    names: tuple[str, ...],
+    count_targets: Callable[[Sequence[int]], int],
+    log: Sequence[object],
 ) -> CoordinatorCore:
-    return Core(config_of(scenario, names, count_targets))
+    """From the log as a store would give it back: a snapshot of the older half, then the newer half as JSON rows."""
+    config = config_of(scenario, names, count_targets)
+    rows = [record_to_json(record) for record in log]  # type: ignore[arg-type]
+    records = tuple(record_from_json(row) for row in rows)
+    half = len(records) // 2
+    snapshot = Core.restore(config, None, records[:half]).snapshot()
+    core = Core.restore(config, snapshot, records[half:])
+    assert core.snapshot() == Core.restore(config, None, records).snapshot()
+    return core
 
 
-CORES = {"real": real_core, "standin": standin_core}
+def restore_standin(
+    scenario: Scenario,
+    names: tuple[str, ...],
+    count_targets: Callable[[Sequence[int]], int],
+    log: Sequence[object],
+) -> CoordinatorCore:
+    """It keeps no log: it starts from nothing."""
+    return standin_core(scenario, names, count_targets)
+
+
+CORES: dict[str, CoreFactory] = {"real": restore_real, "standin": restore_standin}

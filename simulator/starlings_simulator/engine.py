@@ -334,7 +334,7 @@ class Engine:
             assignment.stages, assignment.span, assignment.version, states, self.spec.numeric_class
         )
         self.world.checker.assigned(assignment)
-        self.world.checker.holds(self.spec.worker_id, self.device)
+        self.world.checker.loaded(self.spec.worker_id, self.device)
         digests = self.device.digests(self.world.block_names)
         self.handle(SpanLoaded(assignment.plan_version, assignment.version, digests))
 

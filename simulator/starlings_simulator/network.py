@@ -84,6 +84,7 @@ class Conditions:
     body_s: tuple[float, float] = (0.005, 0.05)
     broken: float = 0.0
     duplicated: float = 0.0
+    late: float = 0.02
     timeout_s: float = 6.0
 
 
@@ -95,11 +96,17 @@ class Network:
         self.receivers: dict[WorkerId, Receiver] = {}
         # Pairs that cannot reach each other, each way listed.
         self.cuts: set[tuple[str, str]] = set()
+        self.slowness = 1.0
         self.broken_transfers = 0
         self.repeated_transfers = 0
 
     def delay_s(self) -> float:
-        return self._rng.uniform(*self.conditions.delay_s)
+        """One way. A few come much later, as after a retransmission: paths overtake each other."""
+        late = 25.0 if self._rng.random() < self.conditions.late else 1.0
+        return self.slowness * late * self._rng.uniform(*self.conditions.delay_s)
+
+    def body_s(self) -> float:
+        return self.slowness * self._rng.uniform(*self.conditions.body_s)
 
     def push(self, source: Process, envelope: Envelope, report: Callable[[Outcome], None]) -> None:
         """Carry `envelope`; `report` is called exactly once if the sender lives, when the sender knows."""
@@ -172,7 +179,7 @@ class Transfer:
         else:
             if not self.ghost:
                 network.repeat(self.source, self.envelope)
-            body_s = self.rng.uniform(*network.conditions.body_s)
+            body_s = network.body_s()
             breaks = cancelled or self.rng.random() < network.conditions.broken / 3
             call = self._break if breaks else self._body
             self.clock.after(body_s, lambda: receiver.process.deliver(lambda: call(receiver, answer)))

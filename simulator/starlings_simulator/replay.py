@@ -1,6 +1,7 @@
 """`python -m starlings_simulator.replay --seed N`: run one seed again and print what happened, line by line.
 
-The last line is the verdict and the transcript's digest: equal for equal seeds, on every machine and with every hash seed.
+The last line is the verdict and the transcript's digest: equal for equal seeds, whatever the machine and its
+hash seed.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import argparse
 import sys
 
 from starlings_simulator.cores import CORES
-from starlings_simulator.scenario import draw
+from starlings_simulator.scenario import draw, without_crashes_of_the_coordinator
 from starlings_simulator.simulation import Outcome, Simulation, Violation
 from starlings_simulator.transcript import Transcript
+from starlings_simulator.verdicts import objection
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: done or waiting with a reason; 1: an invariant broke, or the job hung or failed."""
+    """0: it ended as it should; 1: an invariant broke, or the job hung or ended otherwise."""
     parser = argparse.ArgumentParser(prog="starlings_simulator.replay", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--core", choices=sorted(CORES), default="real", help="which coordinator")
@@ -24,6 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--verdict", action="store_true", help="only the last line")
     options = parser.parse_args(arguments)
     scenario = draw(options.seed, calm=options.calm)
+    if options.core == "standin":
+        scenario = without_crashes_of_the_coordinator(scenario)
     try:
         outcome = Simulation(scenario, CORES[options.core]).run()
     except Violation as violation:
@@ -32,7 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     _print(outcome.transcript, options.only, quiet=options.verdict)
     print(summary(outcome))
-    return 0 if outcome.verdict in ("done", "waiting") else 1
+    wrong = objection(scenario, outcome)
+    if wrong:
+        print(f"seed {options.seed}: {wrong}")
+    return 1 if wrong else 0
 
 
 def summary(outcome: Outcome) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlings_protos.messages import WorkerId
 
@@ -17,6 +17,8 @@ class FaultKind(enum.Enum):
     CUT_CONTROL = "cut control"
     CUT_PEERS = "cut peers"
     DRAIN = "drain"
+    CRASH_COORDINATOR = "crash of the coordinator"
+    SLOW = "slow network"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,19 @@ class Scenario:
         return {fault.worker_id for fault in self.faults if fault.kind in kinds}
 
 
+def without_crashes_of_the_coordinator(scenario: Scenario) -> Scenario:
+    """For a coordinator that keeps no log."""
+    kept = tuple(fault for fault in scenario.faults if fault.kind is not FaultKind.CRASH_COORDINATOR)
+    return replace(scenario, faults=kept)
+
+
 HEALING = (
     FaultKind.KILL,
     FaultKind.KILL_ENGINE,
     FaultKind.FREEZE,
     FaultKind.CUT_CONTROL,
     FaultKind.CUT_PEERS,
+    FaultKind.SLOW,
 )
 
 
@@ -122,10 +131,13 @@ def draw(seed: int, *, calm: bool = False, may_lose_coverage: bool | None = None
 
 def _faults(rng: random.Random, fleet: tuple[FleetMember, ...], *, for_good: bool) -> tuple[Fault, ...]:
     faults = []
-    for _ in range(rng.choice([0, 1, 2, 3, 5])):
+    for _ in range(rng.choice([0, 1, 2, 3, 5, 9])):
         kind = rng.choice(HEALING)
         duration_s = rng.uniform(0.2, 4.0) if rng.random() < 0.6 else rng.uniform(5.0, 20.0)
-        faults.append(Fault(rng.uniform(2.0, 15.0), kind, rng.choice(fleet).worker_id, duration_s))
+        faults.append(Fault(rng.uniform(1.5, 12.0), kind, rng.choice(fleet).worker_id, duration_s))
+    if rng.random() < 0.15:
+        at_s, duration_s = rng.uniform(2.0, 15.0), rng.uniform(0.5, 8.0)
+        faults.append(Fault(at_s, FaultKind.CRASH_COORDINATOR, fleet[0].worker_id, duration_s))
     if for_good:
         kind = rng.choice([FaultKind.KILL_FOR_GOOD, FaultKind.DRAIN])
         faults.append(Fault(rng.uniform(2.0, 15.0), kind, rng.choice(fleet).worker_id, 0.0))

@@ -28,11 +28,13 @@ TARGETS_PER_SAMPLE = 16
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended: "done", "waiting" (with the reason), or "hung"."""
+    """How a run ended: "done", "failed" or "waiting" (with the reason), or "hung"."""
 
     seed: int
     verdict: str
     reason: str
+    phase: str
+    highest_version: int
     ended_at_s: float
     events: int
     steps_applied: int
@@ -96,7 +98,10 @@ class SimulatedKeeper:
         return host.engine.device.snapshots.get(version, {}).get(block)
 
 
-CoreFactory = Callable[[Scenario, tuple[str, ...], Callable[[Sequence[int]], int]], CoordinatorCore]
+# (scenario, block names, count of target tokens, log of the lives before) -> a core.
+CoreFactory = Callable[
+    [Scenario, tuple[str, ...], Callable[[Sequence[int]], int], Sequence[object]], CoordinatorCore
+]
 
 
 class Simulation:
@@ -126,9 +131,12 @@ class Simulation:
             lambda request: draw_plan(request, scenario.blocks, scenario.stages, scenario.least_workers)
         )
         self._sessions = itertools.count(1)
-        self.core = make_core(scenario, names, count_targets)
         self.coordinator = Coordinator(
-            self.world, self.core, self._plan, self.keeper, random.Random(f"coordinator:{seed}")
+            self.world,
+            lambda log: make_core(scenario, names, count_targets, log),
+            self._plan,
+            self.keeper,
+            random.Random(f"coordinator:{seed}"),
         )
         for member in scenario.fleet:
             self._add_host(member.worker_id)
@@ -157,7 +165,7 @@ class Simulation:
             self.world,
             self.network,
             spec,
-            lambda: self.coordinator,
+            lambda: self.coordinator if self.coordinator.process.alive else None,
             lambda: next(self._sessions),
             random.Random(f"{worker_id}:{scenario.seed}"),
         )
@@ -178,6 +186,13 @@ class Simulation:
         host = self.hosts[fault.worker_id]
         clock = self.world.clock
         match fault.kind:
+            case FaultKind.CRASH_COORDINATOR:
+                self.coordinator.crash()
+                clock.after(2.0 + fault.duration_s, self._start_coordinator)
+            case FaultKind.SLOW:
+                self.network.slowness = 10.0
+                self.world.note("network", "!!", f"is slow for {fault.duration_s:.1f} s")
+                clock.after(fault.duration_s, self._speed_up)
             case FaultKind.KILL:
                 host.kill()
                 clock.after(fault.duration_s, host.start)
@@ -199,6 +214,13 @@ class Simulation:
                 self._cut([(fault.worker_id, other) for other in others], fault)
             case FaultKind.DRAIN:
                 host.drain(20.0)
+
+    def _start_coordinator(self) -> None:
+        if not self.coordinator.process.alive:
+            self.coordinator.start()
+
+    def _speed_up(self) -> None:
+        self.network.slowness = 1.0
 
     def _cut(self, pairs: Sequence[tuple[str, str]], fault: Fault) -> None:
         both = [*pairs, *[(there, here) for here, there in pairs]]
@@ -225,7 +247,7 @@ class Simulation:
         if ended is not None:
             verdict, reason = ("done" if ended.exit_code == 0 else "failed"), ended.reason
         else:
-            reason = self.core.waiting_words()
+            reason = self.coordinator.core.waiting_words()
             verdict = "waiting" if reason else "hung"
         restarts = sum(
             host.engine.core.counters["restarts"] for host in self.hosts.values() if host.engine is not None
@@ -234,6 +256,8 @@ class Simulation:
             self.scenario.seed,
             verdict,
             reason,
+            str(getattr(self.coordinator.core.phase, "value", self.coordinator.core.phase)),
+            self.world.checker.highest_version,
             self.world.now_s,
             self.world.events,
             self.world.checker.steps_applied,

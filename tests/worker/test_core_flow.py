@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 
@@ -162,7 +163,7 @@ def test_with_everybody_full_the_tries_get_rarer_and_a_returned_gradient_allows_
             tries.append(driver.now_s)
             driver.handle(MicrobatchNotSent(FORWARD, sent.header.key, sent.to, True, Refusal.BUSY))
         driver.tick(0.01)
-    gaps = [round(later - earlier, 6) for earlier, later in zip(tries, tries[1:], strict=False)]
+    gaps = [round(later - earlier, 6) for earlier, later in pairwise(tries)]
     assert gaps == sorted(gaps)
     assert len(tries) < 20
     driver.push(BACKWARD, back_header(first, ("b", 1, 1)), "b")

@@ -405,7 +405,7 @@ class WorkerCore:
             self._effects.append(SendControl(LeaseRequest(wish)))
 
     def _others_can_begin(self) -> bool:
-        """Whether another worker holds the first stage. Without one, a step in progress ends only with this one's help."""
+        """Whether another worker holds the first stage: without one, a step ends only with this one's help."""
         return any(0 in peer.span for peer in self.peers.states.values())
 
     # ------------------------------------------------------------------ going on
