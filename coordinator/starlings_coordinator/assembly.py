@@ -15,7 +15,7 @@ from starlings_coordinator.clock import SystemClock
 from starlings_coordinator.core.config import CoreConfig
 from starlings_coordinator.core.core import Core
 from starlings_coordinator.core.effects import JobEnded
-from starlings_coordinator.core.events import Event, KeeperStarted
+from starlings_coordinator.core.events import Event, KeeperLost, KeeperStarted
 from starlings_coordinator.core.records import RecordError, record_from_json
 from starlings_coordinator.detokenise import detokeniser
 from starlings_coordinator.dispatch import Dispatcher
@@ -84,7 +84,11 @@ class Job:
 
 def open_store(options: CoordinatorOptions, job: JobSpec) -> Store:
     """The job's log. Raises StoreError."""
-    store = Store(options.store_url or sqlite_url(options.directory / DATABASE_FILE))
+    database = options.directory / DATABASE_FILE
+    if options.store_url is None:
+        # SQLite would give it the usual mode; its companions take over the one that the file has.
+        os.close(os.open(database, os.O_CREAT | os.O_RDWR, 0o600))
+    store = Store(options.store_url or sqlite_url(database))
     try:
         known = store.read_meta("job_digest")
         if known is None:
@@ -180,6 +184,9 @@ class Coordinator:
             self.ended.set_result(effect)
 
     def _post_keeper(self, event: Event) -> None:
+        if isinstance(event, KeeperLost):
+            logger.warning("keeper: %s", event.reason)
+            self.observer("announce", {"kind": "keeper", "text": event.reason})
         if isinstance(event, KeeperStarted):
             self.observer("keeper", {"addresses": list(event.addresses), "versions": list(event.versions)})
         self.loop.post_soon(event)
@@ -265,7 +272,7 @@ class Coordinator:
     async def leave(self, reason: str) -> None:
         """Ends streams, calls and children in order."""
         self.loop.ended.set()
-        self.sessions.end_all(Ending(None, reason))
+        self.sessions.end_all(Ending(None, reason, leaving=True))
         await self.sessions.wait_empty(SERVER_GRACE_S)
         await asyncio.gather(self.control.stop(SERVER_GRACE_S), self.enrolment.stop(SERVER_GRACE_S))
         await asyncio.gather(*(child.stop() for child in self.children))

@@ -18,6 +18,7 @@ from typing import IO, Generic, TypeVar
 from google.protobuf.message import Message
 
 from starlings_protos import pipes
+from starlings_protos.errors import clean_text
 
 Out = TypeVar("Out", bound=Message)
 In = TypeVar("In", bound=Message)
@@ -159,7 +160,8 @@ class Child(Generic[In, Out]):
             process.stdin.close()
             status = await _gone(process)
         how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-        return f"the {self._spec.name} {how}{fault}; see {self._spec.log_path}"
+        said = last_line(self._spec.log_path)
+        return f"the {self._spec.name} {how}{fault}{f' ({said})' if said else ''}; see {self._spec.log_path}"
 
     def _open_log(self) -> IO[bytes]:
         path = self._spec.log_path
@@ -180,10 +182,12 @@ async def _gone(process: asyncio.subprocess.Process) -> int:
         return await process.wait()
 
 
-def log_tail(path: Path) -> str:
-    """The end of a log, for an error message."""
+def last_line(path: Path) -> str:
+    """The last line of a log, cut to a length that fits into a message; "" when there is none."""
     try:
-        data = path.read_bytes()[-LOG_TAIL_BYTES:]
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").split("\n")
     except OSError:
         return ""
-    return data.decode("utf-8", "replace").strip()
+    return next((clean_text(line, 200) for line in reversed(lines) if line.strip()), "")

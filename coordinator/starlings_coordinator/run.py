@@ -58,7 +58,8 @@ async def serve(options: CoordinatorOptions, observer: Observer) -> int:
         loop = asyncio.get_running_loop()
 
         def observe(kind: str, text: str) -> None:
-            # From threads of the enrolment service.
+            # From threads of the enrolment service. A worker joins, for people, when its stream opens.
+            kind = "enrolled" if kind == "join" else kind
             logger.info("%s: %s", kind, text)
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(observer, "announce", {"kind": kind, "text": text})

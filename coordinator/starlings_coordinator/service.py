@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing
 from typing import TypeVar
 
+import grpc
+
 from starlings_coordinator.clock import Clock
 from starlings_coordinator.core.events import WorkerConnected, WorkerDisconnected, WorkerSaid
 from starlings_coordinator.intake import received
@@ -65,6 +67,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         with self._sessions.lingering(session):
             if ending.refusal is not None:
                 await abort(context, ending.refusal, ending.message)
+            if ending.leaving:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, ending.message)
 
     async def _hello(self, context: Context, identity: PeerIdentity) -> Hello:
         """The stream's first message, checked against the certificate. Raises RefusedError."""

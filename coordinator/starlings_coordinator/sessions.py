@@ -32,10 +32,12 @@ class TooManySessions(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a session ends. Without a refusal the coordinator itself is leaving, or the worker left."""
+    """Why a session ends. Without a refusal nobody did anything wrong."""
 
     refusal: Refusal | None
     message: str
+    # This process goes away: the worker should try again, and is told so by the status UNAVAILABLE.
+    leaving: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -139,9 +141,6 @@ class SessionTable:
         """The open session of that number, if it is that worker's."""
         session = self._sessions.get(number)
         return session if session is not None and session.worker_id == worker_id else None
-
-    def of_worker(self, worker_id: WorkerId) -> list[WorkerSession]:
-        return [s for s in self._sessions.values() if s.worker_id == worker_id]
 
     def end_all(self, ending: Ending) -> None:
         for session in list(self._sessions.values()):

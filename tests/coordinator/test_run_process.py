@@ -89,6 +89,7 @@ def test_sigterm_ends_in_order_and_torch_never_comes_in(process: Process, direct
     assert len(children) == 2
     endpoints = directory / "owner" / "coordinator.json"
     assert json.loads(endpoints.read_text())["control"] == listening["control"]
+    assert (directory / "core.sqlite").stat().st_mode & 0o077 == 0
     secret = [*(directory / "ca").iterdir(), *(directory / "owner").iterdir()]
     assert [
         p.name for p in secret if p.suffix in (".key", ".json", ".jsonl") and p.stat().st_mode & 0o077
@@ -201,12 +202,14 @@ async def test_full_disk_ends_with_its_code_and_loses_nothing(
         assert again.finish is not None
 
 
-async def test_leaving_coordinator_ends_streams_with_a_reason_not_an_error(directory: Path) -> None:
+async def test_leaving_coordinator_tells_workers_to_come_back(directory: Path) -> None:
     async with childless(directory) as running:
         worker = ScriptedWorker(running)
         await worker.say(worker.hello())
         await worker.expect(Welcome)
         reading = asyncio.create_task(worker.ending())
     code, refusal = await asyncio.wait_for(reading, 10)
+    # Not a refusal: the worker tries again.
+    assert (code.name, refusal) == ("UNAVAILABLE", "")
+    assert await worker.call.details() == "the coordinator is leaving"
     await worker.__aexit__()
-    assert (code.name, refusal) == ("OK", "")
