@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from starlings import children, template
@@ -27,6 +29,7 @@ from starlings.owner_client import OwnerClient
 from starlings.views.figures import duration
 from starlings.views.status import History, status_line, status_panel
 from starlings_protos import control_pb2
+from starlings_protos.errors import StarlingsError
 
 MARKER = ".starlings-demo"
 # A step of the demo takes about a second, engines import for tens of seconds: longer than this and
@@ -129,10 +132,25 @@ def run_demo(options: DemoOptions) -> None:
     )
     if options.json_file is not None:
         options.json_file.write_text(json.dumps(report, indent=1) + "\n")
+    panel = final_panel(report, history, loading_lines(out, str(exported.get("family", ""))))
+    if options.picture is not None:
+        save_picture(options.picture, history, panel)
     if options.json_output:
         emit({"event": "report", **report})
     else:
-        console().print(final_panel(report, history, loading_lines(out, str(exported.get("family", "")))))
+        console().print(panel)
+
+
+def save_picture(path: Path, history: History, panel: RenderableType) -> None:
+    """The last view of the training and the outcome, as an SVG."""
+    screen = Console(
+        record=True, width=118, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
+    if history.training is not None:
+        shown = [event for event in history.events if event.at_s <= history.training.elapsed_s]
+        screen.print(status_panel(history.training, history.losses, shown))
+    screen.print(panel)
+    screen.save_svg(str(path), title="starlings demo")
 
 
 async def follow(swarm: Swarm, job_directory: Path, history: History, *, json_output: bool) -> None:
@@ -162,7 +180,7 @@ async def follow(swarm: Swarm, job_directory: Path, history: History, *, json_ou
                     show_plain(reply, fresh, throttle, json_output=json_output)
                 if reply.phase == "failed":
                     raise CommandError(f"The job failed: {reply.failure}", ExitCode.BUG)
-                if (mark := (reply.phase, reply.step, len(history.events))) != progress:
+                if (mark := (reply.phase, reply.waiting_for, reply.step, len(history.events))) != progress:
                     progress, progress_at = mark, now
                 if reply.phase == "done":
                     break
@@ -192,7 +210,7 @@ async def replies(swarm: Swarm, job_directory: Path) -> AsyncIterator[control_pb
                 finished, waiting = waiting, None
                 try:
                     yield finished.result()
-                except (StopAsyncIteration, CommandError):
+                except (StopAsyncIteration, StarlingsError):
                     # The stream ended: either all is done, or `swarm.check` knows who died.
                     await asyncio.sleep(0.2)
                     yield None
