@@ -10,7 +10,7 @@ from starlings_job.checkpoint import read_block, versions
 from starlings_job.records import RecordStore
 from starlings_protos import control_pb2
 from starlings_protos.messages import LeaseGrant, LeaseKind
-from support.coordinator_harness import ScriptedWorker, coordinator, until
+from support.coordinator_harness import ScriptedWorker, childless, coordinator, until
 from support.prepared_job import STEPS, block_names, block_state, write_prepared_job
 
 
@@ -37,6 +37,11 @@ async def test_lone_worker_trains_evaluates_generates_saves_and_leaves(tmp_path:
     _check_leases(directory, worker, last.sample_text)
     _check_checkpoint(directory)
     assert running.of("ended") == [{"exit_code": 0, "reason": f"all {STEPS} steps are trained"}]
+
+    # Started again, a finished job ends at once.
+    async with childless(directory) as running:
+        assert running.task is not None
+        assert await asyncio.wait_for(running.task, 30) == 0
 
 
 async def _watch(stub: object) -> list[control_pb2.StatusReply]:
@@ -85,16 +90,3 @@ async def test_job_continues_after_a_restart_in_the_middle(tmp_path: Path) -> No
     assert again.assignment.version >= 2
     assert again.assignment.plan_version > 1
     assert versions(directory / "checkpoints")[-1] == 6
-
-
-async def test_finished_job_started_again_ends_at_once(tmp_path: Path) -> None:
-    directory = write_prepared_job(tmp_path / "job", steps=1)
-    for first in (True, False):
-        async with coordinator(directory) as running:
-            assert running.task is not None
-            if first:
-                async with ScriptedWorker(running) as worker:
-                    worker.begin()
-                    assert await asyncio.wait_for(running.task, 60) == 0
-            else:
-                assert await asyncio.wait_for(running.task, 30) == 0

@@ -34,7 +34,7 @@ def test_appended_records_come_back_in_order(tmp_path: Path) -> None:
     assert saved.snapshot is None
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(st.one_of(st.lists(st.binary(max_size=20), max_size=4), st.none()), max_size=12))
 def test_snapshot_and_entries_together_are_everything(
     tmp_path_factory: pytest.TempPathFactory, acts: list[list[bytes] | None]
