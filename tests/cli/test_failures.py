@@ -30,7 +30,7 @@ KNOWN = [
     (DirectoryInUse(Path("/somewhere"), None), 11),
     (OSError(errno.ENOSPC, "No space left on device", "/x/tokens.bin"), 9),
     (OSError(errno.EADDRINUSE, "Address already in use"), 10),
-    (PermissionError(errno.EACCES, "Permission denied", "/root/x"), 2),
+    (PermissionError(errno.EACCES, "Permission denied", "/srv/x"), 2),
     (FileNotFoundError(errno.ENOENT, "No such file or directory", "/x"), 2),
     (ModuleNotFoundError("No module named 'torch'", name="torch"), 2),
     (ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn"), 2),
