@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from starlings_job.checkpoint import read_block
-from starlings_job.prepare import prepare
 from starlings_job.prepared import load_prepared, load_profile, weights_url
 from starlings_job.records import RecordStore, pack_tokens
 from starlings_job.sampling import samples_of_step
@@ -66,48 +65,6 @@ from starlings_protos.peers import DATA_POLICY, RoleGuard
 from starlings_protos.state_transfer import ServedBlock, StateTensor, state_frames
 
 T = TypeVar("T")
-# Job text; `model` is a preset or a family's smallest configuration.
-JOB = """
-[job]
-name = "scripted"
-seed = 7
-tokens = "100k"
-[model]
-{model}
-[data]
-source = "stdlib"
-limit = "300 KB"
-sequence_length = 32
-held_out = 16
-[train]
-batch = 8
-microbatch = 2
-optimizer = "{optimizer}"
-momentum = {momentum}
-lr = {lr}
-warmup = 2
-[pipeline]
-codec = "{pipeline}"
-[exchange]
-codec = "{exchange}"
-"""
-
-
-def prepare_job(directory: Path, **changes: Any) -> Path:
-    """A prepared small job; changes: model, optimizer, momentum, lr, pipeline, exchange."""
-    values = {
-        "model": 'preset = "micro"',
-        "optimizer": "adamw",
-        "momentum": 0.0,
-        "lr": 1e-3,
-        "pipeline": "exact",
-        "exchange": "exact",
-    }
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "job.toml"
-    path.write_text(JOB.format(**{**values, **changes}))
-    prepare(path, directory / "job")
-    return directory / "job"
 
 
 class _KeeperService(data_pb2_grpc.DataServicer):

@@ -31,7 +31,8 @@ from starlings_protos.messages import (
     StepRestarted,
 )
 from starlings_protos.state_transfer import BlockInbox
-from support.scripted_swarm import ScriptedSwarm, prepare_job
+from support.scripted_job import prepare_job
+from support.scripted_swarm import ScriptedSwarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 torch.set_num_threads(1)

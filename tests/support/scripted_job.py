@@ -1,0 +1,51 @@
+"""The small jobs that scripted swarms train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from starlings_job.prepare import prepare
+
+# Job text; `model` is a preset or a family's smallest configuration.
+JOB = """
+[job]
+name = "scripted"
+seed = 7
+tokens = "100k"
+[model]
+{model}
+[data]
+source = "stdlib"
+limit = "300 KB"
+sequence_length = 32
+held_out = 16
+[train]
+batch = 8
+microbatch = 2
+optimizer = "{optimizer}"
+momentum = {momentum}
+lr = {lr}
+warmup = 2
+[pipeline]
+codec = "{pipeline}"
+[exchange]
+codec = "{exchange}"
+"""
+
+
+def prepare_job(directory: Path, **changes: Any) -> Path:
+    """A prepared small job; changes: model, optimizer, momentum, lr, pipeline, exchange."""
+    values = {
+        "model": 'preset = "micro"',
+        "optimizer": "adamw",
+        "momentum": 0.0,
+        "lr": 1e-3,
+        "pipeline": "exact",
+        "exchange": "exact",
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "job.toml"
+    path.write_text(JOB.format(**{**values, **changes}))
+    prepare(path, directory / "job")
+    return directory / "job"
