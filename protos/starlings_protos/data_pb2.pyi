@@ -5,6 +5,8 @@ The data plane: tensors between engines, and state from the keeper. Every call i
 SignedAssignment in binary metadata `starlings-assignment-bin`.
 
 A transfer is a stream of frames of at most 1 MiB: one header, then the tensors' bytes in order, without gaps.
+Pushes: the receiver judges the header and then sends `starlings-admitted` in its initial metadata; a sender of more than
+32 KiB waits for that. Without it the answer (a refusal, or the receipt of what is there already) follows at once.
 """
 
 from collections import abc as _abc

@@ -11,6 +11,7 @@ from typing import Any
 from starlings_protos import channels, data_pb2, data_pb2_grpc
 from starlings_protos.authority import CertificateAuthority
 from starlings_protos.identity import Identity, PeerIdentity, Role, key_id, key_to_pem, new_key
+from starlings_worker.links import ADMITTED_METADATA_KEY
 
 Handler = Callable[[AsyncIterator[data_pb2.Frame], Any], Awaitable[data_pb2.Receipt]]
 
@@ -45,12 +46,14 @@ async def read_all(frames: AsyncIterator[data_pb2.Frame]) -> int:
 
 
 async def take(frames: AsyncIterator[data_pb2.Frame], context: Any) -> data_pb2.Receipt:
+    await context.send_initial_metadata(((ADMITTED_METADATA_KEY, "1"),))
     await read_all(frames)
     return data_pb2.Receipt(queued=1, free_slots=2)
 
 
 async def never(frames: AsyncIterator[data_pb2.Frame], context: Any) -> data_pb2.Receipt:
-    """A frozen peer: it accepts and does nothing."""
+    """A frozen peer: it admits and does nothing more."""
+    await context.send_initial_metadata(((ADMITTED_METADATA_KEY, "1"),))
     await asyncio.Event().wait()
     raise AssertionError
 

@@ -43,7 +43,7 @@ from starlings_worker.core.events import (
 )
 from starlings_worker.engine_life import Life
 from starlings_worker.kept import Kept
-from starlings_worker.links import STALL_S
+from starlings_worker.links import ADMITTED_METADATA_KEY, STALL_S
 from starlings_worker.meters import Meters
 from starlings_worker.snapshots import NotHeld
 
@@ -240,6 +240,7 @@ class DataService(data_pb2_grpc.DataServicer):
         """Reads, decodes and keeps an admitted transfer's body; tells the core when that fails."""
         self._in_flight[sender] += header.total_bytes
         try:
+            await context.send_initial_metadata(((ADMITTED_METADATA_KEY, "1"),))
             buffers = await frames.read_body(header, source)
             if header.total_bytes > _DECODE_INLINE_BYTES:
                 tensors = await asyncio.to_thread(_decode_all, header, buffers, life)

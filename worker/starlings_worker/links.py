@@ -26,6 +26,14 @@ T = TypeVar("T")
 CONNECT_S = 5.0
 # A transfer in which nothing moves for this long is broken off: the peer is frozen, or the way to it is.
 STALL_S = 10.0
+# Bodies up to this are sent without waiting for the receiver's admission: HTTP/2's first window has 64 KiB.
+UNASKED_BYTES = 32 << 10
+# In the receiver's initial metadata: it has admitted the transfer and reads the body.
+ADMITTED_METADATA_KEY = "starlings-admitted"
+# When a call ends while it is written to, the library may forget why (seen in a few of a hundred refusals). Asking
+# again is harmless, because receivers know by its key what they have.
+ANSWER_LOST_TRIES = 4
+_LIBRARY_ERROR = "Internal error from Core"
 # Statuses with which a server says no before it looked at a body.
 _NEVER_TAKEN = frozenset(
     {
@@ -46,6 +54,10 @@ class PushError(Exception):
         super().__init__(reason)
         self.certain = certain
         self.refusal = refusal
+
+
+class _AnswerLost(Exception):
+    """The other side ended the call, but the library put its own error in the place of what it said."""
 
 
 class Link:
@@ -170,6 +182,18 @@ class Links:
         Raises:
             PushError: it failed.
         """
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                return await self._push_once(to, method, header, buffers, kind)
+            except _AnswerLost as error:
+                if tries == ANSWER_LOST_TRIES:
+                    raise PushError(str(error), certain=False) from None
+
+    async def _push_once(
+        self, to: WorkerId, method: str, header: data_pb2.Header, buffers: Sequence[frames.Buffer], kind: str
+    ) -> Receipt:
         link = await self.connect(to)
         call: grpc.aio.StreamUnaryCall[data_pb2.Frame, object] = getattr(link.stub, method)(
             metadata=self._metadata
@@ -185,6 +209,8 @@ class Links:
                 f"{to} did not take or answer a transfer for {self._stall_s:.0f} s", certain=False
             ) from None
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INTERNAL and error.details() == _LIBRARY_ERROR:
+                raise _AnswerLost(f"{to} ended the call while it was written to") from None
             raise _explained(error, to) from None
         finally:
             call.cancel()
