@@ -14,7 +14,7 @@ from starlings_worker.emulation import Throttle
 from starlings_worker.probe import memory_for_job, probe
 
 torch.set_num_threads(1)
-TEXT = '[data]\nsource = "stdlib"\nlimit = "200 KB"\nsequence_length = 32\nheld_out = 8\n'
+TEXT = '[data]\nsource = "text.txt"\nsequence_length = 32\nheld_out = 8\n'
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,7 @@ TEXT = '[data]\nsource = "stdlib"\nlimit = "200 KB"\nsequence_length = 32\nheld_
     ],
 )
 def test_every_kind_of_block_is_measured(tmp_path: Path, preset: str, data: str, kinds: set[str]):
+    write_text(tmp_path / "text.txt")
     (tmp_path / "job.toml").write_text(
         f'[job]\nname = "p"\ntokens = 1000\n[model]\npreset = "{preset}"\n{data}'
     )
