@@ -115,7 +115,6 @@ class Engine:
         self.device: Device | None = None
         self.tensors: dict[MicrobatchKey, Tensors] = {}
         self.parts: dict[PartKey, Piece] = {}
-        self._tick_pending = False
         network.receivers[spec.worker_id] = Receiver(process, self.admit, self.arrived, self.aborted)
         self._tick()
 

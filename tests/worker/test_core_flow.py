@@ -198,7 +198,7 @@ def test_a_fate_that_stays_unknown_is_for_the_coordinator_to_settle() -> None:
     driver = first_of_two()
     sent = send_one(driver)
     said: list[object] = []
-    for _ in range(4):
+    for _ in range(driver.core.timings.ambiguous_tries):
         driver.handle(MicrobatchNotSent(FORWARD, train_key(0), sent.to, False, reason="reset"))
         said += driver.said()
         driver.tick(5.0)
@@ -225,6 +225,8 @@ def test_an_unreachable_stage_is_given_up_after_a_while_and_said_once() -> None:
     assert 20.0 <= driver.now_s < 40.0
     assert sum(isinstance(message, MicrobatchFailed) for message in said) == 1
     assert sum(isinstance(message, PeerUnreachable) for message in said) <= 2
+    told = [type(message) for message in said if not isinstance(message, LeaseRequest)]
+    assert told[-2:] == [PeerUnreachable, MicrobatchFailed]
 
 
 def test_a_failed_computation_is_reported_and_its_slot_freed() -> None:

@@ -12,8 +12,7 @@ from starlings_worker.core.router import (
     PeerView,
     choose_exit,
     choose_next,
-    fastest_tail_s,
-    passable,
+    onward,
 )
 
 
@@ -85,7 +84,7 @@ def test_leaving_early_needs_a_clear_gain() -> None:
             {0: 0.01, 1: own_s},
             fast,
             {WorkerId("me")},
-            early_exits=early,
+            early_exits={0} if early else (),
             margin=1.15,
             rng=random.Random(0),
         ).exit_stage
@@ -105,7 +104,7 @@ def test_an_early_exit_never_strands_a_microbatch() -> None:
         {0: 0.01, 1: 9.0},
         peers,
         {WorkerId("me")},
-        early_exits=True,
+        early_exits=range(5),
         margin=1.15,
         rng=random.Random(0),
     )
@@ -114,7 +113,7 @@ def test_an_early_exit_never_strands_a_microbatch() -> None:
 
 def test_the_model_ends_where_its_last_stage_is_held() -> None:
     boundary = choose_exit(
-        0, Span(0, 2), 3, {}, [], {WorkerId("me")}, early_exits=True, margin=1.1, rng=random.Random(0)
+        0, Span(0, 2), 3, {}, [], {WorkerId("me")}, early_exits=range(5), margin=1.1, rng=random.Random(0)
     )
     assert (boundary.exit_stage, boundary.next_worker) == (2, None)
 
@@ -157,7 +156,7 @@ def test_whatever_is_chosen_every_microbatch_gets_through_and_nobody_is_visited_
                 own,
                 others,
                 visited,
-                early_exits=rng.random() < 0.7,
+                early_exits=worker.span.stages if rng.random() < 0.7 else (),
                 margin=1.15,
                 rng=rng,
             )
@@ -165,14 +164,32 @@ def test_whatever_is_chosen_every_microbatch_gets_through_and_nobody_is_visited_
             assert len(set(route)) == len(route)
             if boundary.exit_stage == stage_count - 1:
                 break
-            assert passable(boundary.exit_stage + 1, stage_count, others, visited)
+            assert onward(stage_count, others, visited).passable[boundary.exit_stage + 1]
             assert brute_force_way(boundary.exit_stage + 1, stage_count, others, frozenset(visited))
-            onward = choose_next(boundary.exit_stage + 1, stage_count, others, visited, rng)
-            assert onward is not None
+            chosen = choose_next(boundary.exit_stage + 1, stage_count, others, visited, rng)
+            assert chosen is not None
             stage = boundary.exit_stage + 1
-            worker = next(view for view in views if view.worker_id == onward.next_worker)
+            worker = next(view for view in views if view.worker_id == chosen.next_worker)
 
 
-def test_the_tail_counts_the_fastest_holder_of_each_stage() -> None:
+def test_the_way_on_counts_the_fastest_holder_of_each_stage_off_the_route() -> None:
     peers = [peer("a", 1, 2, 0.05), peer("b", 2, 2, 0.01)]
-    assert fastest_tail_s(1, 3, peers) == pytest.approx(0.06)
+    table = onward(3, peers, ())
+    assert table.fastest_s == pytest.approx((0.06, 0.06, 0.01, 0.0))
+    assert table.passable == (False, True, True, True)
+    assert onward(3, peers, {WorkerId("a")}).passable == (False, False, True, True)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_table_agrees_with_trying_every_way(seed: int) -> None:
+    rng = random.Random(seed)
+    stage_count = rng.randint(1, 5)
+    views = []
+    for index in range(rng.randint(0, 5)):
+        first = rng.randrange(stage_count)
+        views.append(peer(f"w{index}", first, rng.randint(first, stage_count - 1)))
+    visited = frozenset(view.worker_id for view in views if rng.random() < 0.2)
+    table = onward(stage_count, views, visited)
+    for stage in range(stage_count):
+        # Whoever holds the stage before is on the route by then; the table needs no more than that to be exact.
+        assert table.passable[stage] == brute_force_way(stage, stage_count, views, visited)

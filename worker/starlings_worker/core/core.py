@@ -33,7 +33,7 @@ from starlings_protos.messages import (
     Welcome,
     WorkerId,
 )
-from starlings_worker.core.admission import Admission, Rejection
+from starlings_worker.core.admission import Admission, Rejection, boundaries_of
 from starlings_worker.core.device import DeviceOutcome, DeviceQueue
 from starlings_worker.core.effects import Effect, Load, SendControl, Stop, UpdatePeers
 from starlings_worker.core.events import (
@@ -220,11 +220,14 @@ class WorkerCore:
             case Ticked():
                 pass
             case _:
-                if self.device.finish(event):
+                effect = self.device.finish(event)
+                if effect is None:
+                    self.counters["unexpected_outcomes"] += 1
+                elif isinstance(effect, Load) and effect.assignment != self.assignment:
+                    self.progress += 1  # Superseded meanwhile; if another place was assigned, its Load waits.
+                else:
                     self.progress += 1
                     self._device_did(event, now_s)
-                else:
-                    self.counters["unexpected_outcomes"] += 1
 
     def _device_did(self, event: DeviceOutcome, now_s: float) -> None:
         match event:
@@ -323,9 +326,8 @@ class WorkerCore:
             self._begin_load(new)
             return
         assert self.table.place is not None
-        self.table.place = Place(
-            new.span, len(new.stages), new.slots, new.plan_version, self.table.place.base_plan_version
-        )
+        self.table.place = _place(new, self.table.place.base_plan_version)
+        self.table.drop_forward_only()
         self._effects.append(UpdatePeers(new))
         training.raise_attempt(new.step, new.attempt)
         self._report_ready()
@@ -335,7 +337,8 @@ class WorkerCore:
         self.assignment = assignment
         self.flow.stage_seconds = own_span_prior(assignment)
         self._load_failures = 0
-        self.device.push(Load(assignment))
+        if self.device.running != Load(assignment):
+            self.device.push(Load(assignment))
 
     def _leave_plan(self) -> None:
         """Nothing of the present assignment matters any more."""
@@ -351,24 +354,14 @@ class WorkerCore:
 
     def _span_loaded(self, event: SpanLoaded) -> None:
         assignment = self.assignment
-        if assignment is None or assignment.plan_version != event.plan_version:
-            return  # Superseded; the newer Load is in the queue.
-        self.table.place = Place(
-            assignment.span,
-            len(assignment.stages),
-            assignment.slots,
-            assignment.plan_version,
-            assignment.plan_version,
-        )
+        assert assignment is not None
+        self.table.place = _place(assignment, assignment.plan_version)
         self.training.begin((assignment.step, assignment.attempt), event.version)
         self.loaded = True
         self._loaded_digests = (event.version, dict(event.block_digests))
         self._report_ready()
 
     def _load_failed(self, event: LoadFailed, now_s: float) -> None:
-        assignment = self.assignment
-        if assignment is None or assignment.plan_version != event.plan_version:
-            return
         self._load_failures += 1
         if self._load_failures >= self.timings.load_tries:
             self._stop(Stop(False, f"the assigned span could not be loaded: {event.reason}"))
@@ -458,3 +451,15 @@ class WorkerCore:
         simulation.
         """
         check(self)
+
+
+def _place(assignment: Assignment, base_plan_version: int) -> Place:
+    spans = [assignment.span, *(peer.span for peer in assignment.peers if peer.span is not None)]
+    return Place(
+        assignment.span,
+        len(assignment.stages),
+        assignment.slots,
+        assignment.plan_version,
+        base_plan_version,
+        boundaries_of(spans, len(assignment.stages)),
+    )

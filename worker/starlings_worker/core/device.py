@@ -110,9 +110,10 @@ class DeviceQueue:
     def works_on(self, key: MicrobatchKey) -> bool:
         return isinstance(self.running, ComputeForward | ComputeBackward) and self.running.key == key
 
-    def finish(self, outcome: DeviceOutcome) -> bool:
-        """Whether `outcome` belongs to what runs; if so, the device is free."""
-        if self.running is None or not belongs(self.running, outcome):
-            return False
+    def finish(self, outcome: DeviceOutcome) -> DeviceEffect | None:
+        """The effect that ends with `outcome`, and the device is free; None when nothing like it runs."""
+        effect = self.running
+        if effect is None or not belongs(effect, outcome):
+            return None
         self.running = None
-        return True
+        return effect

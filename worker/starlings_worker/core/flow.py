@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from starlings_protos.messages import (
     MicrobatchDone,
@@ -20,7 +20,6 @@ from starlings_protos.messages import (
     ToCoordinator,
     WorkerId,
 )
-from starlings_worker.core.admission import early_exits
 from starlings_worker.core.device import DeviceQueue
 from starlings_worker.core.effects import ComputeBackward, ComputeForward, Effect, SendMicrobatch
 from starlings_worker.core.events import (
@@ -97,7 +96,7 @@ class Flow:
             self.stage_seconds,
             self._peers.views(now_s),
             self._visited(held),
-            early_exits=early_exits(place.slots, place.span),
+            early_exits=place.exits,
             margin=self._timings.early_exit_margin,
             rng=rng,
         ).exit_stage
@@ -207,7 +206,8 @@ class Flow:
         held.retry_at_s = now_s + self._timings.retry_most_s if retry_at_s is None else retry_at_s
         if retry_at_s is None and held.failing_since_s is None:
             held.failing_since_s = now_s
-        self._check_patience(held, f"no worker that holds stage {stage} can be reached", now_s)
+        silent = self._peers.silent_holders(stage)
+        self._check_patience(held, f"no worker that holds stage {stage} can be reached", now_s, silent)
 
     def _return(self, held: Held, now_s: float) -> None:
         place, previous = self._table.place, held.previous
@@ -265,6 +265,8 @@ class Flow:
         timings = self._timings
         if event.refusal is Refusal.BUSY:
             held.busy_tries += 1
+            if not held.ambiguous:
+                held.failing_since_s = None  # It answers; waiting for room is no failure.
             delay_s = timings.growing(timings.busy_first_s, timings.busy_most_s, held.busy_tries)
         else:
             held.tries += 1
@@ -275,10 +277,10 @@ class Flow:
         held.retry_at_s = now_s if forward and not held.ambiguous else now_s + delay_s
         reason = f"{'forward' if forward else 'gradient'} to {event.to}: {event.reason or event.refusal.name}"
         if held.ambiguous and held.tries >= timings.ambiguous_tries and event.refusal is not Refusal.BUSY:
-            self._say(PeerUnreachable(event.to, event.reason))
-            self._give_up(held, reason)
+            self._give_up(held, reason, [event.to])
         else:
-            self._check_patience(held, reason, now_s)
+            silent = [event.to] if event.refusal is Refusal.UNSPECIFIED else []
+            self._check_patience(held, reason, now_s, silent)
 
     def room_at(self, sender: WorkerId, now_s: float) -> None:
         """A gradient came back from `sender`, so a slot gets free there:
@@ -291,13 +293,18 @@ class Flow:
             held = min(waiting, key=lambda held: held.order)
             held.retry_at_s = min(held.retry_at_s, now_s)
 
-    def _check_patience(self, held: Held, reason: str, now_s: float) -> None:
+    def _check_patience(self, held: Held, reason: str, now_s: float, silent: Sequence[WorkerId]) -> None:
         since_s = held.failing_since_s
         if since_s is not None and now_s - since_s > self._timings.give_up_s:
-            self._give_up(held, reason)
+            self._give_up(held, reason, silent)
 
-    def _give_up(self, held: Held, reason: str) -> None:
-        """For good: in training only a new attempt of the step can settle who accumulated it."""
+    def _give_up(self, held: Held, reason: str, silent: Sequence[WorkerId] = ()) -> None:
+        """For good: in training only a new attempt of the step can settle who accumulated it.
+
+        The `silent` peers are named first, so that the failure is known to be the network's, not the samples'.
+        """
+        for peer in silent:
+            self._say(PeerUnreachable(peer, reason))
         self._counters["failures"] += 1
         self._table.drop(held)
         if held.trains:

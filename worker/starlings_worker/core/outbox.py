@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from starlings_protos.messages import (
     ExchangeFailed,
-    LeaseKind,
     Leaving,
     MicrobatchDone,
     MicrobatchFailed,
@@ -79,13 +78,10 @@ class Outbox:
             self._send(self.advice.popleft())
 
     def forget_step(self) -> None:
-        """A step ended or began anew: what was said of it is out of date."""
+        """A step ended or began anew, or evaluation did: what was said of it is out of date."""
         for slot, message in list(self.facts.items()):
             match message:
-                case MicrobatchDone() | MicrobatchFailed():
-                    if message.key.kind is LeaseKind.TRAIN:
-                        del self.facts[slot]
-                case Prepared() | ExchangeFailed():
+                case MicrobatchDone() | MicrobatchFailed() | Prepared() | ExchangeFailed():
                     del self.facts[slot]
                 case _:
                     pass

@@ -23,7 +23,9 @@ class PeerState:
     sent_since: int = 0
     free_slots: int | None = None
     link_s: float = 0.0
+    # In a row: unanswered or refused otherwise, and refused for lack of room.
     failures: int = 0
+    busy: int = 0
     retry_at_s: float = 0.0
     told_unreachable: bool = False
 
@@ -111,7 +113,7 @@ class PeerTable:
         """The peer is there: its outage, if any, is over."""
         state = self.states.get(worker_id)
         if state is not None:
-            state.failures = 0
+            state.failures = state.busy = 0
             state.retry_at_s = 0.0
             state.told_unreachable = False
 
@@ -131,12 +133,14 @@ class PeerTable:
         if state is None:
             return False
         timings = self._timings
-        state.failures += 1
         if refusal is Refusal.BUSY:
+            state.busy += 1
+            state.failures = 0
             state.free_slots = 0
             state.sent_since = 0
-            delay_s = timings.growing(timings.busy_first_s, timings.busy_most_s, state.failures)
+            delay_s = timings.growing(timings.busy_first_s, timings.busy_most_s, state.busy)
         else:
+            state.failures += 1
             delay_s = timings.growing(timings.retry_first_s, timings.retry_most_s, state.failures)
         state.retry_at_s = now_s + delay_s
         silent = refusal is Refusal.UNSPECIFIED and state.failures >= timings.unreachable_after
@@ -144,6 +148,10 @@ class PeerTable:
             state.told_unreachable = True
             return True
         return False
+
+    def silent_holders(self, stage: int) -> list[WorkerId]:
+        """Holders of `stage` that did not answer the last time."""
+        return [who for who, state in self.states.items() if stage in state.span and state.failures > 0]
 
     def next_retry_s(self, stage: int, now_s: float) -> float | None:
         """When the first holder of `stage` that is being left alone may be asked again."""

@@ -4,7 +4,7 @@ The measure is the expected time until the last stage is done (design section 6)
 boundary, the link, what waits at the next holder, its seconds to the end of its span, and beyond that the
 fastest holder of each stage.
 
-A microbatch visits a worker once. `passable` keeps the rest of the way open: after leaving here every later
+A microbatch visits a worker once. `onward` keeps the rest of the way open: after leaving here every later
 stage must have a holder that was not visited. That holds by induction for the next hop too, because spans are
 contiguous: whoever runs to the end of its span is needed for no later stage.
 """
@@ -53,22 +53,28 @@ class Boundary:
     cost_s: float
 
 
-def passable(
-    stage: int, stage_count: int, peers: Collection[PeerView], visited: Collection[WorkerId]
-) -> bool:
-    """Whether stages `stage`.. to the last all have a holder that was not visited."""
-    return all(
-        any(later in peer.span and peer.worker_id not in visited for peer in peers)
-        for later in range(stage, stage_count)
-    )
+@dataclass(frozen=True, slots=True)
+class Onward:
+    """For each stage up to `stage_count`: is there a way on from it, and how long at least, both off the route.
+
+    Holders of a stage behind the next hop's span are never the next hop itself, so one table serves every choice.
+    """
+
+    passable: tuple[bool, ...]
+    fastest_s: tuple[float, ...]
 
 
-def fastest_tail_s(stage: int, stage_count: int, peers: Collection[PeerView]) -> float:
-    """Least seconds for the stages from `stage` to the last when each is done by its fastest holder."""
-    total = 0.0
-    for later in range(stage, stage_count):
-        total += min((peer.seconds(later, later) for peer in peers if later in peer.span), default=0.0)
-    return total
+def onward(stage_count: int, peers: Collection[PeerView], visited: Collection[WorkerId]) -> Onward:
+    passable, fastest_s = [True], [0.0]
+    for stage in reversed(range(stage_count)):
+        seconds = [
+            peer.seconds(stage, stage)
+            for peer in peers
+            if stage in peer.span and peer.worker_id not in visited
+        ]
+        passable.append(passable[-1] and bool(seconds))
+        fastest_s.append(fastest_s[-1] + min(seconds, default=0.0))
+    return Onward(tuple(reversed(passable)), tuple(reversed(fastest_s)))
 
 
 def choose_next(
@@ -77,27 +83,23 @@ def choose_next(
     peers: Sequence[PeerView],
     visited: Collection[WorkerId],
     rng: random.Random,
+    table: Onward | None = None,
 ) -> Boundary | None:
-    """The best usable holder of `stage`, or None. A few per cent of noise keeps many senders from picking the
-    same one.
+    """The best usable holder of `stage`, or None.
 
-    Holders that said they are full come after all others. `peers` in a fixed order, so that a seed fixes the
-    answer.
+    A few per cent of noise keep many senders from picking the same one. Holders that said they are full come
+    after all others. `peers` in a fixed order, so that a seed fixes the answer.
     """
+    table = table or onward(stage_count, peers, visited)
     best: tuple[bool, float, WorkerId] | None = None
     for peer in peers:
         if not peer.usable or stage not in peer.span or peer.worker_id in visited:
             continue
         end = peer.span.last_stage
-        # Going on to the end of its span must leave a way; the span's end is the least demanding exit.
-        if not passable(end + 1, stage_count, peers, {*visited, peer.worker_id}):
+        # Running to the end of its span must leave a way; no exit of it asks for less.
+        if not table.passable[end + 1]:
             continue
-        cost_s = (
-            peer.link_s
-            + peer.backlog_s
-            + peer.seconds(stage, end)
-            + fastest_tail_s(end + 1, stage_count, peers)
-        )
+        cost_s = peer.link_s + peer.backlog_s + peer.seconds(stage, end) + table.fastest_s[end + 1]
         rank = (peer.free_slots == 0, cost_s * rng.uniform(0.97, 1.03), peer.worker_id)
         if best is None or rank < best:
             best = rank
@@ -112,16 +114,17 @@ def choose_exit(
     peers: Sequence[PeerView],
     visited: Collection[WorkerId],
     *,
-    early_exits: bool,
+    early_exits: Collection[int],
     margin: float,
     rng: random.Random,
 ) -> Boundary:
     """Where a microbatch that enters at `entry_stage` leaves `span`; normally the end of the span.
 
-    An earlier boundary is taken only with `early_exits`, when its expected time beats the span's end by the
-    factor `margin` and every later stage has a holder off the route. `visited` includes this worker.
+    An earlier stage is taken only if it is one of `early_exits`, when its expected time beats the span's end by
+    the factor `margin` and every later stage has a holder off the route. `visited` includes this worker.
     """
     end = span.last_stage
+    table = onward(stage_count, peers, visited)
     own_s = 0.0
     options: list[Boundary] = []
     for exit_stage in range(entry_stage, end + 1):
@@ -129,11 +132,11 @@ def choose_exit(
         if exit_stage == stage_count - 1:
             options.append(Boundary(exit_stage, None, own_s))
             continue
-        if exit_stage != end and not (early_exits and passable(exit_stage + 1, stage_count, peers, visited)):
+        if exit_stage != end and not (exit_stage in early_exits and table.passable[exit_stage + 1]):
             continue
-        onward = choose_next(exit_stage + 1, stage_count, peers, visited, rng)
-        if onward is not None:
-            options.append(Boundary(exit_stage, onward.next_worker, own_s + onward.cost_s))
+        chosen = choose_next(exit_stage + 1, stage_count, peers, visited, rng, table)
+        if chosen is not None:
+            options.append(Boundary(exit_stage, chosen.next_worker, own_s + chosen.cost_s))
         elif exit_stage == end:
             options.append(Boundary(exit_stage, None, own_s))
     at_end = options[-1]

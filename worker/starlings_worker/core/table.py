@@ -24,6 +24,8 @@ from starlings_worker.core.admission import (
     Duplicate,
     Rejection,
     check_forward,
+    early_exits,
+    inner_entries,
     lease_room,
     may_enter,
 )
@@ -51,6 +53,21 @@ class Place:
     slots: int
     plan_version: int
     base_plan_version: int
+    # Where microbatches may change workers (see admission.py).
+    boundaries: frozenset[int]
+
+    def may_enter(self, held: int, entry_stage: int) -> bool:
+        return may_enter(self.slots, held, self.span, entry_stage, self.boundaries)
+
+    def lease_room(self, held: int) -> int:
+        return lease_room(self.slots, held, self.span, self.boundaries)
+
+    @property
+    def exits(self) -> frozenset[int]:
+        """Stages after which a microbatch may leave before the span's end."""
+        if not early_exits(self.slots, self.span, self.boundaries):
+            return frozenset()
+        return frozenset(stage - 1 for stage in inner_entries(self.span, self.boundaries))
 
 
 class MicrobatchTable:
@@ -119,7 +136,9 @@ class MicrobatchTable:
             if held.phase is Phase.ARRIVING:
                 return Rejection(Refusal.BUSY, "a transfer of this microbatch is under way")
             return Duplicate(receipt)
-        if key in self.doomed or not may_enter(place.slots, len(self.held), place.span, header.stage):
+        if any(lease.key == key for lease in self.leases):
+            return Rejection(Refusal.STALE, "the microbatch is leased to this worker itself")
+        if key in self.doomed or not place.may_enter(len(self.held), header.stage):
             return Rejection(Refusal.BUSY, "no free slot")
         self._hold(key, header.stage, header.route, header.loss_denominator, Phase.ARRIVING).arriving = header
         return receipt
@@ -213,7 +232,7 @@ class MicrobatchTable:
         if self.place is None:
             return
         for lease in list(self.leases):
-            if not may_enter(self.place.slots, len(self.held), self.place.span, 0):
+            if not self.place.may_enter(len(self.held), 0):
                 return
             key = lease.key
             if (key.kind is LeaseKind.TRAIN and (key.step, key.attempt) != self.epoch) or key in self.doomed:
@@ -227,9 +246,9 @@ class MicrobatchTable:
         """
         if self.place is None or self.place.span.first_stage != 0:
             return 0
-        most = lease_room(self.place.slots, 0, self.place.span)
+        most = self.place.lease_room(0)
         prefetch = 1 if most <= 1 else 0
-        room = lease_room(self.place.slots, len(self.held), self.place.span)
+        room = self.place.lease_room(len(self.held))
         return max(0, room + prefetch - len(self.leases))
 
     # ------------------------------------------------------------------ going away
@@ -263,6 +282,14 @@ class MicrobatchTable:
         self.doomed.discard(key)
         self._forget(ForgetMicrobatch(key))
         return True
+
+    def drop_forward_only(self) -> None:
+        """The plan changed: evaluation and generation begin again under other numbers."""
+        self._drop_all(held for held in self.held.values() if not held.trains)
+        for lease in list(self.leases):
+            if lease.key.kind is not LeaseKind.TRAIN:
+                self.leases.remove(lease)
+                self._forget(ForgetMicrobatch(lease.key))
 
     def begin_epoch(self, epoch: Epoch) -> None:
         """Drop what belongs to earlier epochs; what came early for this one becomes current."""

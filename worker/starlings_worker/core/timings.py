@@ -22,7 +22,7 @@ class WorkerTimings:
     # attempt.
     give_up_s: float = 20.0
     # A transfer whose fate is unknown is repeated to the same peer this often before it is given up.
-    ambiguous_tries: int = 4
+    ambiguous_tries: int = 6
     # After this many failures in a row the coordinator is told that a peer is unreachable (once per outage).
     unreachable_after: int = 3
     # A wish for leases is repeated after this long without an answer: a message may have been lost.

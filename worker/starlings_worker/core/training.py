@@ -187,8 +187,11 @@ class Training:
         wanted = self.wanted
         if wanted is None or wanted.version != self.version or self.commit is not None:
             return
+        effect = DigestState(wanted.version, wanted.snapshot)
+        if effect in self._device.waiting and self._digest_attempts[-1] == self.epoch[1]:
+            return  # Asked for again before the device came to it.
         self._digest_attempts.append(self.epoch[1])
-        self._device.push(DigestState(wanted.version, wanted.snapshot))
+        self._device.push(effect)
 
     # ------------------------------------------------------------------ parts coming in
 
