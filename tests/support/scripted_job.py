@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ tokens = "100k"
 [model]
 {model}
 [data]
-source = "stdlib"
-limit = "300 KB"
+source = "text.txt"
 sequence_length = 32
 held_out = 16
 [train]
@@ -34,6 +34,14 @@ codec = "{exchange}"
 """
 
 
+def write_text(path: Path) -> None:
+    """Some 150 KB that a small model can learn something of."""
+    rng = random.Random(1)
+    words = ["bird", "flock", "turns", "follows", "its", "seven", "nearest", "and", "the", "never", "leads"]
+    lines = [" ".join(rng.choices(words, k=rng.randint(4, 12))) + "." for _ in range(3500)]
+    path.write_text("\n".join(lines))
+
+
 def prepare_job(directory: Path, **changes: Any) -> Path:
     """A prepared small job; changes: model, optimizer, momentum, lr, pipeline, exchange."""
     values = {
@@ -45,6 +53,7 @@ def prepare_job(directory: Path, **changes: Any) -> Path:
         "exchange": "exact",
     }
     directory.mkdir(parents=True, exist_ok=True)
+    write_text(directory / "text.txt")
     path = directory / "job.toml"
     path.write_text(JOB.format(**{**values, **changes}))
     prepare(path, directory / "job")

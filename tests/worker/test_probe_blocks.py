@@ -12,7 +12,7 @@ from starlings_job.prepared import load_prepared
 from starlings_worker.device import open_device
 from starlings_worker.emulation import Throttle
 from starlings_worker.probe import memory_for_job, probe
-from support.scripted_swarm import write_text
+from support.scripted_job import write_text
 
 torch.set_num_threads(1)
 TEXT = '[data]\nsource = "text.txt"\nsequence_length = 32\nheld_out = 8\n'
