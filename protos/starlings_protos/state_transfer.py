@@ -9,7 +9,7 @@ that lie wholly before it are left out, the block it falls into sends its header
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -258,8 +258,9 @@ async def fetch_block(
                 version=version, blocks=[block], optimizer=optimizer, offset=inbox.offset
             )
             inbox.begin_transfer()
+            transfer = open_transfer(request)
             try:
-                async for frame in open_transfer(request):
+                async for frame in transfer:
                     inbox.feed(frame)
                 if inbox.complete:
                     return inbox.tensors()
@@ -268,6 +269,10 @@ async def fetch_block(
                 failures.append(f"{donor}: {error}")
                 if on_failure is not None:
                     on_failure(donor, error)
+            finally:
+                # A call that was given up must not go on in the background.
+                if isinstance(transfer, AsyncGenerator):
+                    await transfer.aclose()
     raise StateTransferError(
         f"no donor has block {block} at version {version}: " + ("; ".join(failures) or "none was named")
     )

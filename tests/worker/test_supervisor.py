@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 import starlings_worker.control_stream
-import starlings_worker.device_worker
 import starlings_worker.engine_child
+import starlings_worker.engine_keeper
 from starlings_protos.errors import ExitCode, RefusedError
 from starlings_protos.locks import DirectoryInUse
 from starlings_protos.messages import (
@@ -78,7 +78,7 @@ class Bench:
 @pytest.fixture
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     monkeypatch.setattr(starlings_worker.engine_child, "ENGINE_MODULE", "support.fake_engine")
-    monkeypatch.setattr(starlings_worker.device_worker, "RESTART_PAUSES_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(starlings_worker.engine_keeper, "RESTART_PAUSES_S", (0.01, 0.01, 0.01))
     monkeypatch.setattr(starlings_worker.control_stream, "PAUSE_FIRST_S", 0.02)
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "worker" / "fake.log"))

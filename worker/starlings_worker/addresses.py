@@ -7,7 +7,7 @@ import socket
 
 import psutil
 
-_WILDCARDS = ("", "0.0.0.0", "::", "[::]")
+WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 _ADDRESSES_AT_MOST = 8
 
 
@@ -20,9 +20,28 @@ def reachable_addresses(listen_host: str, port: int, advertise: tuple[str, ...] 
     """
     if advertise:
         return tuple(_with_port(address, port) for address in advertise)
-    if listen_host not in _WILDCARDS:
+    if listen_host not in WILDCARDS:
         return (_joined(listen_host, port),)
-    return tuple(_joined(address, port) for address in _own_addresses()[:_ADDRESSES_AT_MOST])
+    return tuple(_joined(address, port) for address in own_hosts())
+
+
+def host_on_the_way_to(host: str, port: int) -> str:
+    """This machine's own address on its way to a host; "" when there is none. Sends nothing, but may ask DNS."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0]).partition("%")[0]
+    except OSError:
+        return ""
+
+
+def own_hosts(first: str = "") -> tuple[str, ...]:
+    """The addresses of this machine under which others might reach it, `first` in front: whoever came the same way as
+    the coordinator's messages most likely finds it there.
+    """
+    hosts = [first, *_own_addresses()] if first else _own_addresses()
+    return tuple(dict.fromkeys(hosts))[:_ADDRESSES_AT_MOST]
 
 
 def _own_addresses() -> list[str]:

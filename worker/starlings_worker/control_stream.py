@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -58,6 +59,8 @@ class ControlStream:
         self._rng = rng
         self._waiting: deque[control_pb2.ToCoordinator] = deque(maxlen=_WAITING_AT_MOST)
         self._changed = asyncio.Event()
+        self._written = asyncio.Event()
+        self._written.set()
         self.up = False
 
     def send(self, message: control_pb2.ToCoordinator) -> bool:
@@ -65,6 +68,7 @@ class ControlStream:
         if not self.up:
             return False
         self._waiting.append(message)
+        self._written.clear()
         self._changed.set()
         return True
 
@@ -73,6 +77,12 @@ class ControlStream:
         message = control_pb2.ToCoordinator()
         convert.body_to_proto(record, message)
         return self.send(message)
+
+    async def flush(self, within_s: float) -> None:
+        """Waits until what is queued was written, but not longer than that."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._written.wait()
 
     async def run(self, on_trouble: Callable[[str], None]) -> None:
         """Keeps a stream up until cancelled.
@@ -90,6 +100,7 @@ class ControlStream:
             if self.up:
                 self.up = False
                 self._waiting.clear()
+                self._written.set()
                 failures = 0
                 await self._on_down(reason)
             failures += 1
@@ -159,4 +170,5 @@ class ControlStream:
             while self._waiting:
                 await call.write(self._waiting.popleft())
             self._changed.clear()
+            self._written.set()
             await self._changed.wait()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import random
 import secrets
 import time
@@ -21,11 +20,13 @@ from starlings_protos.identity import Identity
 from starlings_protos.invite import Invite
 from starlings_protos.messages import EngineDown, Hello, Leaving, WorkerId
 from starlings_protos.version import PROTOCOL_MAX, PROTOCOL_MIN, package_version
+from starlings_worker.addresses import WILDCARDS, host_on_the_way_to, own_hosts
 from starlings_worker.control_stream import ControlStream
 from starlings_worker.device_classes import DeviceClass, device_class
 from starlings_worker.device_list import ListedDevice
 from starlings_worker.engine_child import EngineChild, EngineEnd
-from starlings_worker.enrol import ensure_membership, keep_renewed
+from starlings_worker.engine_keeper import EngineKeeper, EnginePlace, start_settings
+from starlings_worker.enrol import Enrolled, ensure_membership, keep_renewed
 from starlings_worker.errors import ExitCode, WorkerError
 from starlings_worker.lock import lock_directory
 from starlings_worker.membership import Membership
@@ -33,14 +34,10 @@ from starlings_worker.narrator import Narrator
 from starlings_worker.options import WorkerOptions
 from starlings_worker.platform import machine_id
 
-# Pauses before the first, second and third restart of an engine.
-RESTART_PAUSES_S = (1.0, 5.0, 25.0)
-# An engine that ran this long was healthy: earlier failures are forgotten.
-HEALTHY_AFTER_S = 1800.0
-# Imports and the device's first use; a cold disk and a loaded machine are slow.
-START_WITHIN_S = 300.0
 # After Finish the engine ends by itself within this time, or is ended.
 FINISH_WITHIN_S = 20.0
+# What is still to be said when the worker ends gets this long.
+LAST_WORDS_WITHIN_S = 2.0
 # A worker that holds nothing waits this long for the coordinator's goodbye.
 GOODBYE_WITHIN_S = 5.0
 
@@ -69,8 +66,7 @@ class DeviceWorker:
         self._rng = random.Random(secrets.randbits(64))
         self._nonce = secrets.randbits(63) + 1
         self._membership: Membership | None = None
-        self._engine: EngineChild | None = None
-        self._started: process_pb2.EngineStarted | None = None
+        self._keeper: EngineKeeper | None = None
         self._stream: ControlStream | None = None
         # Of the present life: kept until the engine can take it.
         self._welcome: control_pb2.Welcome | None = None
@@ -79,7 +75,6 @@ class DeviceWorker:
         self._job_digest = ""
         # What to tell the coordinator when the stream is up: the engine's end.
         self._untold_end: EngineDown | None = None
-        self._engine_changed = asyncio.Event()
         self._leaving: str | None = None
         self._finish: control_pb2.Finish | None = None
         self._side_tasks: set[asyncio.Task[None]] = set()
@@ -96,7 +91,9 @@ class DeviceWorker:
         lock = lock_directory(self._directory)
         tasks: list[asyncio.Task[None]] = []
         try:
-            enrolled = await ensure_membership(self._directory, self._invite)
+            enrolled = await self._joined()
+            if enrolled is None:
+                return
             self._membership = enrolled.membership
             self._narrator.worker_id = enrolled.membership.worker_id
             if enrolled.notice:
@@ -104,6 +101,7 @@ class DeviceWorker:
             self._narrator.tell(
                 "joined", f"This machine takes part in {enrolled.membership.job} as {self.worker_id}."
             )
+            await self._prepare_engine(enrolled.membership)
             tasks = [
                 self._task(self._keep_engine()),
                 self._task(self._keep_stream()),
@@ -121,6 +119,34 @@ class DeviceWorker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             lock.release()
+
+    async def _joined(self) -> Enrolled | None:
+        """The membership; None when a signal came first."""
+        joining = asyncio.create_task(ensure_membership(self._directory, self._invite))
+        waiting: set[asyncio.Future[Any]] = {joining, self._over}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if self._over.done():
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
+            return None
+        return joining.result()
+
+    async def _prepare_engine(self, membership: Membership) -> None:
+        options = self._options
+        hosts: tuple[str, ...] = ()
+        if not options.advertise and options.listen_host in WILDCARDS:
+            coordinator = membership.control_addresses[0]
+            hosts = own_hosts(await asyncio.to_thread(host_on_the_way_to, coordinator.host, coordinator.port))
+        place = EnginePlace(self._device.name, self._number, self._device_count, hosts)
+        self._keeper = EngineKeeper(
+            self._directory / "engine.log",
+            lambda: start_settings(options, self._class, place, self._identity(), self._directory),
+            self._engine_said,
+        )
+
+    @property
+    def _engine(self) -> EngineChild | None:
+        return self._keeper.engine if self._keeper is not None else None
 
     def leave(self, reason: str) -> None:
         """Leave in order: no new work, what is in flight is finished, then the run ends; within the options' time."""
@@ -184,51 +210,22 @@ class DeviceWorker:
     # ---------------------------------------------------------------- the engine
 
     async def _keep_engine(self) -> None:
-        """Starts the engine, and again when it crashed: at most three times, later and later."""
-        failures = 0
-        while True:
-            began = time.monotonic()
-            end = await self._one_engine()
-            if end.finished:
-                self._end_well(end.reason)
-                return
-            if self._leaving is not None:
-                self._end_well(f"{self._leaving}; {end.reason}")
-                return
-            if self._finish is not None:
-                self._finished_without_engine()
-                return
-            if time.monotonic() - began > HEALTHY_AFTER_S:
-                failures = 0
-            restarting = end.restart_may_cure and failures < len(RESTART_PAUSES_S)
-            self._report_end(end, restarting)
-            if not restarting:
-                reason = end.reason if failures == 0 else f"{end.reason} (after {failures} restarts)"
-                self._end_badly(WorkerError(end.exit_code, _last_line(reason)))
-                return
-            await asyncio.sleep(RESTART_PAUSES_S[failures])
-            failures += 1
+        assert self._keeper is not None
+        end = await self._keeper.run(
+            self._engine_crashed, lambda: self._leaving is None and self._finish is None
+        )
+        if end.finished:
+            self._end_well(end.reason)
+        elif self._leaving is not None:
+            self._end_well(f"{self._leaving}; {_last_line(end.reason)}")
+        elif self._finish is not None:
+            self._finished_without_engine()
+        else:
+            if self._stream is not None:
+                await self._stream.flush(LAST_WORDS_WITHIN_S)
+            self._end_badly(WorkerError(end.exit_code, _last_line(end.reason)))
 
-    async def _one_engine(self) -> EngineEnd:
-        engine = EngineChild(self._engine_said, self._directory / "engine.log")
-        self._started = None
-        await engine.start(self._settings())
-        self._engine = engine
-        timer = asyncio.get_running_loop().call_later(START_WITHIN_S, self._not_started, engine)
-        try:
-            return await engine.wait()
-        finally:
-            timer.cancel()
-            self._engine, self._started = None, None
-            await engine.put_away()
-
-    def _not_started(self, engine: EngineChild) -> None:
-        if self._engine is engine and self._started is None:
-            text = f"The engine was not ready within {START_WITHIN_S:.0f} s and is ended."
-            self._narrator.tell("log", text, {"level": "error"})
-            engine.kill()
-
-    def _report_end(self, end: EngineEnd, restarting: bool) -> None:
+    def _engine_crashed(self, end: EngineEnd, restarting: bool) -> None:
         text = _last_line(end.reason)
         self._narrator.tell("engine_down", text, {"restarting": restarting})
         down = EngineDown(text, restarting)
@@ -240,8 +237,6 @@ class DeviceWorker:
     def _engine_said(self, message: process_pb2.FromEngine) -> None:
         match message.WhichOneof("body"):
             case "started":
-                self._started = message.started
-                self._engine_changed.set()
                 self._narrator.engine_started(message.started)
                 if self._welcome is not None:
                     self._background(self._pass_welcome())
@@ -256,38 +251,13 @@ class DeviceWorker:
             case _:
                 pass
 
-    def _settings(self) -> process_pb2.StartEngine:
-        options, emulated = self._options, self._class
-        assert self._membership is not None
-        identity = self._membership.identity
-        threads = options.threads
-        if threads == 0:
-            # Processor time is what an emulated device is slowed down by, and it is counted on one thread.
-            threads = 1 if emulated is not None else max(1, _usable_cores() // self._device_count)
-        return process_pb2.StartEngine(
-            worker_id=identity.id,
-            key_pem=identity.key_pem,
-            certificate_pem=identity.certificate_pem,
-            ca_pem=identity.ca_pem,
-            device=self._device.name,
-            listen_host=options.listen_host,
-            listen_port=options.listen_port + self._number if options.listen_port else 0,
-            advertise=options.advertise,
-            emulate_speed=emulated.relative_speed if emulated is not None else 0.0,
-            memory_bytes=options.memory_bytes or (emulated.memory_bytes if emulated is not None else 0),
-            threads=threads,
-            precision=options.precision,
-            cache_directory=str(self._directory / "cache"),
-        )
-
     # ---------------------------------------------------------------- the stream
 
     async def _keep_stream(self) -> None:
         """Opens the stream once the engine has said what it is, and keeps it up."""
-        while self._started is None:
-            self._engine_changed.clear()
-            await self._engine_changed.wait()
         assert self._membership is not None
+        assert self._keeper is not None
+        await self._keeper.ready()
         self._stream = ControlStream(
             self._membership.control_addresses,
             self._identity,
@@ -303,7 +273,8 @@ class DeviceWorker:
         return self._membership.identity
 
     def _hello(self) -> Hello:
-        started, options = self._started, self._options
+        options = self._options
+        started = self._keeper.started if self._keeper is not None else None
         name = self._device.product if started is None else started.device
         emulating = f" (emulating {self._class.name})" if self._class is not None else ""
         return Hello(
@@ -355,7 +326,7 @@ class DeviceWorker:
     async def _pass_welcome(self) -> None:
         """The Welcome to the engine, as soon as both are there."""
         engine, welcome = self._engine, self._welcome
-        if engine is None or welcome is None or self._started is None:
+        if engine is None or welcome is None or self._keeper is None or self._keeper.started is None:
             return
         engine.welcomed = True
         await engine.pass_on(control_pb2.ToWorker(welcome=welcome))
@@ -406,12 +377,6 @@ class DeviceWorker:
 def host_id() -> str:
     """The same for all workers on this machine; says nothing else about it."""
     return hashlib.sha256(f"starlings:{machine_id()}".encode()).hexdigest()[:16]
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _last_line(text: str) -> str:

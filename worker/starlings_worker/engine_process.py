@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
@@ -47,7 +48,7 @@ class EngineProcess:
         self._identity = Identity.from_pem(start.key_pem, start.certificate_pem, start.ca_pem)
         self._meters = Meters()
         self._service = DataService(self._meters)
-        self._throttle = Throttle(start.emulate_speed)
+        self._throttle = Throttle(0.0)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._ended: asyncio.Event = asyncio.Event()
         self._exit_code = 0
@@ -64,6 +65,8 @@ class EngineProcess:
         self._pipe.start(self._received, self._supervisor_gone)
         try:
             self._device = await self._on_compute_thread_open()
+            clock = time.thread_time if self._device.torch.type == "cpu" else time.monotonic
+            self._throttle = Throttle(self._start.emulate_speed, clock)
             server = await self._listen()
             self._links = Links(self._identity, self._meters)
             self._announce()

@@ -86,6 +86,11 @@ class ExchangeBuffers:
         return self._codec_of(opened).spec.text, end - begin, data
 
     @property
+    def codec_text(self) -> str:
+        """In which gradients travel."""
+        return self._codec.spec.text
+
+    @property
     def largest_vector(self) -> int:
         """Elements of the largest vector that any group could exchange."""
         return max(map(self.vector_size, self._vectors), default=0)

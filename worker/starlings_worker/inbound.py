@@ -302,14 +302,16 @@ def _check_microbatch(direction: Direction, header: data_pb2.Header, life: Life)
 
 def _check_part(header: data_pb2.Header, subject: ExchangeHeader, life: Life) -> None:
     exchange = life.computer.exchange
-    size = exchange.vector_size(subject.group) if exchange is not None else 0
+    if exchange is None:
+        raise RefusedError(Refusal.NOT_HELD, "no span is loaded here yet")
+    size = exchange.vector_size(subject.group)
     if len(header.tensors) != 1 or header.tensors[0].name != "part":
         raise FrameError("an exchange transfer must carry one tensor, 'part'")
     (tensor,) = header.tensors
     if tensor.data_type != data_pb2.DATA_TYPE_FLOAT32 or len(tensor.shape) != 1:
         raise FrameError("a part must be a vector of float32")
-    if tensor.codec not in (life.job.exchange.codec, frames.RAW_CODEC):
-        raise FrameError(f"parts travel as {life.job.exchange.codec}")
+    if tensor.codec not in (exchange.codec_text, frames.RAW_CODEC):
+        raise FrameError(f"parts travel as {exchange.codec_text}, or exactly")
     if prod(tensor.shape) > size:
         raise FrameError(
             f"a part of {prod(tensor.shape)} elements of group {subject.group[:80]}, which has {size} here",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from starlings_job.description import ModelDescription
+from starlings_job.model.tensors import TYPES, raw_tensor
 from starlings_job.state import PARAMETER, RawTensor, Tensorlike, block_digest
 from starlings_protos.messages import Span, Stage
 from starlings_worker.errors import EngineFault
@@ -221,33 +222,16 @@ def _ordered(module: StageModule, block_order: Iterable[str]) -> Iterator[tuple[
             yield block, name, tensors[block][name]
 
 
-_DATA_TYPES: dict[torch.dtype, str] = {
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_TORCH_TYPES = {name: dtype for dtype, name in _DATA_TYPES.items()}
-
-
-def raw_tensor(tensor: Tensor) -> RawTensor:
-    """The tensor's bytes; a view of its memory when it is contiguous on the CPU."""
-    host = tensor.detach().to("cpu").contiguous()
-    data: memoryview = memoryview(host.reshape(-1).view(torch.uint8).numpy().data)
-    return RawTensor(_DATA_TYPES[tensor.dtype], tuple(tensor.shape), data)
-
-
 def _to_tensor(name: str, raw: Tensorlike, target: Tensor) -> Tensor:
-    if tuple(raw.shape) != tuple(target.shape) or raw.data_type != _DATA_TYPES[target.dtype]:
+    """A view of the bytes, checked against where they shall go."""
+    dtype = TYPES.get(raw.data_type)
+    if tuple(raw.shape) != tuple(target.shape) or dtype is not target.dtype:
         raise EngineFault(
             f"{name} came as {raw.data_type} of shape {tuple(raw.shape)}, "
-            f"expected {_DATA_TYPES[target.dtype]} of shape {tuple(target.shape)}"
+            f"expected {target.dtype} of shape {tuple(target.shape)}"
         )
     if raw.data.nbytes == 0:
-        return torch.empty(target.shape, dtype=target.dtype)
-    data = raw.data if not raw.data.readonly else memoryview(bytearray(raw.data))
-    return torch.frombuffer(data, dtype=_TORCH_TYPES[raw.data_type]).view(target.shape)
+        return torch.empty(target.shape, dtype=dtype)
+    # frombuffer warns about memory that it may not write.
+    data = memoryview(bytearray(raw.data)) if raw.data.readonly else raw.data
+    return torch.frombuffer(data, dtype=dtype).view(target.shape)
