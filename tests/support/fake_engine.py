@@ -3,6 +3,7 @@
     ""            starts, answers Welcome with a ProbeReport, ends on Finish and Drain as a real one does
     "crash"       is killed by SIGKILL as soon as it is welcomed
     "no_device"   fails before it is ready, with exit code 13
+    "hang"        says nothing any more after it was welcomed
     "stubborn"    ignores Drain
 
 Every message that it gets is noted, one line each, in FAKE_ENGINE_LOG.
@@ -10,6 +11,7 @@ Every message that it gets is noted, one line each, in FAKE_ENGINE_LOG.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -53,6 +55,10 @@ def main() -> int:
                 send(process_pb2.FromEngine(started=started))
             case "welcome" if mode == "crash":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "welcome" if mode == "hang":
+                faulthandler.enable()
+                while True:
+                    signal.pause()
             case "welcome":
                 report = control_pb2.ProbeReport(addresses=["127.0.0.1:9"], memory_bytes=1 << 30)
                 report.forward_seconds["layer"] = 0.001

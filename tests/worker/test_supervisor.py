@@ -136,6 +136,19 @@ async def test_a_crashed_engine_is_started_three_times_and_the_coordinator_hears
     assert bench.kinds()[-1] == "failed"
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+async def test_an_engine_that_hangs_is_restarted_and_leaves_its_stacks_in_the_log(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FAKE_ENGINE", "hang")
+    monkeypatch.setattr(starlings_worker.engine_child, "SILENT_FOR_S", 0.3)
+    bench.start()
+    down = await bench.control.next(EngineDown)
+    assert "hung" in down.reason
+    assert down.restarting
+    assert "fake_engine.py" in (bench.directory / "engine.log").read_text()
+
+
 async def test_a_device_that_cannot_be_used_ends_the_worker_with_its_own_code(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ):

@@ -328,7 +328,7 @@ class DeviceWorker:
         engine, welcome = self._engine, self._welcome
         if engine is None or welcome is None or self._keeper is None or self._keeper.started is None:
             return
-        engine.welcomed = True
+        engine.welcome()
         await engine.pass_on(control_pb2.ToWorker(welcome=welcome))
         await engine.send(process_pb2.ToEngine(link=process_pb2.ControlLink(up=True)))
         if self._leaving is not None:
@@ -356,7 +356,7 @@ class DeviceWorker:
             if self._stream is not None and self._stream.up:
                 self._stream.send(self._heartbeat)
             if self._engine is not None:
-                self._engine.look_at_memory()
+                self._engine.look_after()
             await asyncio.sleep(self._heartbeat_interval_s)
 
     async def _renew(self) -> None:

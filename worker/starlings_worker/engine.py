@@ -7,6 +7,7 @@ once.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -42,6 +43,8 @@ def _default_threads() -> int:
 def main() -> int:
     # Ctrl-C is for the supervisor, which ends engines in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A crash, or the supervisor's SIGABRT to an engine that hangs, leaves the stacks in the log.
+    faulthandler.enable()
     if len(sys.argv) > 1:
         die_with_parent(int(sys.argv[1]))
     incoming, outgoing = pipes.claim_stdio()

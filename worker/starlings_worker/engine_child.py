@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ ENGINE_MODULE = "starlings_worker.engine"
 _LOG_LIMIT_BYTES = 8 << 20
 # After a request to end, this long until the process is killed.
 _END_WITHIN_S = 10.0
+# An engine that says nothing for this long, although its loop sends heartbeats, hangs.
+SILENT_FOR_S = 60.0
+# Time to write where it hangs into the log, before the process is killed.
+_LAST_LOOK_S = 3.0
 _GIB = float(1 << 30)
 
 
@@ -55,8 +60,21 @@ class EngineChild:
         self._memory_kills_before = -1
         # The most memory that the process was seen to use.
         self._peak_bytes = 0
-        # Whether the present life's Welcome was passed on: before that the engine must not see other messages.
-        self.welcomed = False
+        self._heard_at_s = 0.0
+        self._looked_at_s = 0.0
+        # Why this side ended the process, if it did.
+        self._ended_because = ""
+        self._welcomed = False
+
+    @property
+    def welcomed(self) -> bool:
+        """Whether the present life's Welcome was passed on: before that the engine must not see other messages."""
+        return self._welcomed
+
+    def welcome(self) -> None:
+        """From now on the engine is expected to send heartbeats."""
+        self._welcomed = True
+        self._heard_at_s = time.monotonic()
 
     @property
     def process_id(self) -> int:
@@ -98,9 +116,9 @@ class EngineChild:
         """Reads the engine's messages until it has ended."""
         assert self._process is not None
         assert self._process.stdout is not None
-        broken = ""
         try:
             while (message := await pipes.read(self._process.stdout, process_pb2.FromEngine)) is not None:
+                self._heard_at_s = time.monotonic()
                 match message.WhichOneof("body"):
                     case "failed":
                         self._failed = message.failed
@@ -109,15 +127,14 @@ class EngineChild:
                     case _:
                         self._on_message(message)
         except pipes.PipeError as error:
-            broken = f"it wrote nonsense into its pipe: {error}"
-            self.kill()
+            self.kill(f"the engine wrote nonsense into its pipe: {error}")
         try:
             async with asyncio.timeout(_END_WITHIN_S):
                 status = await self._process.wait()
         except TimeoutError:
             self.kill()
             status = await self._process.wait()
-        return self._verdict(status, broken)
+        return self._verdict(status)
 
     async def put_away(self) -> None:
         """Kills the process if it still runs, and waits for its end."""
@@ -125,24 +142,42 @@ class EngineChild:
         if self._process is not None:
             await self._process.wait()
 
-    def kill(self) -> None:
+    def kill(self, because: str = "") -> None:
+        self._ended_because = self._ended_because or because
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
-    def look_at_memory(self) -> None:
+    def look_after(self) -> None:
+        """To be called now and then: notes what the engine uses, and ends one that hangs."""
+        self._look_at_memory()
+        now_s = time.monotonic()
+        if now_s - self._looked_at_s > SILENT_FOR_S / 3:
+            # This process was stopped itself, or just began to look: what was said meanwhile is read first.
+            self._heard_at_s = now_s
+        self._looked_at_s = now_s
+        silent_s = now_s - self._heard_at_s
+        if self.welcomed and silent_s > SILENT_FOR_S and not self._ended_because:
+            self._ended_because = f"the engine hung: it said nothing for {silent_s:.0f} s"
+            if self._process is not None and self._process.returncode is None:
+                # Makes a Python process write its stacks to its standard error (faulthandler).
+                with contextlib.suppress(ProcessLookupError, ValueError):
+                    self._process.send_signal(getattr(signal, "SIGABRT", signal.SIGTERM))
+            asyncio.get_running_loop().call_later(_LAST_LOOK_S, self.kill)
+
+    def _look_at_memory(self) -> None:
         """Notes how much memory the engine uses now: the figure to give when the kernel kills it for that."""
         with contextlib.suppress(psutil.Error):
             self._peak_bytes = max(self._peak_bytes, psutil.Process(self.process_id).memory_info().rss)
 
-    def _verdict(self, status: int, broken: str) -> EngineEnd:
+    def _verdict(self, status: int) -> EngineEnd:
         if self._finished is not None:
             return EngineEnd(True, 0, self._finished, False)
         if self._failed is not None:
             code = int(self._failed.exit_code) or int(ExitCode.BUG)
             return EngineEnd(False, code, self._failed.message, code == ExitCode.BUG)
-        reason = broken or f"the engine ended with status {status}"
-        if status < 0:
+        reason = self._ended_because or f"the engine ended with status {status}"
+        if status < 0 and not self._ended_because:
             reason = f"the engine was ended by {_signal_name(-status)}"
             if -status == getattr(signal, "SIGKILL", 9) and self._killed_for_memory():
                 free = psutil.virtual_memory().available / _GIB

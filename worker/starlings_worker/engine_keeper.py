@@ -139,7 +139,7 @@ class EngineKeeper:
 
     def _too_late(self, engine: EngineChild) -> None:
         if self.engine is engine and self.started is None:
-            engine.kill()
+            engine.kill(f"the engine was not ready within {START_WITHIN_S:.0f} s")
 
 
 def _usable_cores() -> int:

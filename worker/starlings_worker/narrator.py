@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from starlings_protos import control_pb2, process_pb2
 from starlings_worker.options import WorkerEvent
 
-_GIB = float(1 << 30)
-
 
 class Narrator:
     """Turns the traffic of one worker into `WorkerEvent`s. Never raises because of what a message holds."""
@@ -81,7 +79,7 @@ class Narrator:
                 )
                 self.tell(
                     "probed",
-                    f"Measured: {passes} per microbatch; {probe.memory_bytes / _GIB:.1f} GB.",
+                    f"Measured: {passes} per microbatch; {_size(probe.memory_bytes)} of memory.",
                     {
                         "forward_seconds": dict(probe.forward_seconds),
                         "backward_seconds": dict(probe.backward_seconds),
@@ -101,3 +99,8 @@ class Narrator:
                 )
             case _:
                 pass
+
+
+def _size(byte_count: int) -> str:
+    """With a unit that leaves at least one digit before the point."""
+    return f"{byte_count / 1e9:.1f} GB" if byte_count >= 1e9 else f"{byte_count / 1e6:.1f} MB"
