@@ -195,6 +195,21 @@ def test_a_loss_that_is_not_finite_fails_the_microbatch():
         _pipeline([(held, runner)], _batch(), 1.0)
 
 
+def test_bfloat16_autocast_keeps_float32_weights_and_gradients():
+    description = _describe("llama")
+    held = _hold(description, Span(0, 2))
+    plain, _ = _pipeline([(held, Runner(held, loss_sum, recompute=False, bf16=False))], _batch(), 64.0)
+    exact = {name: v.gradient.clone() for name, v in held.vectors.items()}
+    held.zero_gradients()
+    rough, _ = _pipeline([(held, Runner(held, loss_sum, recompute=True, bf16=True))], _batch(), 64.0)
+    assert rough == pytest.approx(plain, rel=2e-2)
+    assert rough != plain
+    for name, vector in held.vectors.items():
+        assert vector.gradient.dtype is torch.float32
+        relative = float((vector.gradient - exact[name]).norm() / exact[name].norm())
+        assert 0 < relative < 0.05
+
+
 def test_evaluation_and_generation_keep_nothing():
     description = _describe("llama")
     held = _hold(description, Span(0, 2))

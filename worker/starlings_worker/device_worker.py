@@ -274,7 +274,7 @@ class DeviceWorker:
 
     def _hello(self) -> Hello:
         options = self._options
-        started = self._keeper.started if self._keeper is not None else None
+        started = self._keeper.known if self._keeper is not None else None
         name = self._device.product if started is None else started.device
         emulating = f" (emulating {self._class.name})" if self._class is not None else ""
         return Hello(

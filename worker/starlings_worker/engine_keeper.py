@@ -87,6 +87,8 @@ class EngineKeeper:
         self.engine: EngineChild | None = None
         # What the running engine said of itself; None until it is ready.
         self.started: process_pb2.EngineStarted | None = None
+        # The same, also while the next engine is on its way.
+        self.known: process_pb2.EngineStarted | None = None
 
     async def run(self, on_crash: Callable[[EngineEnd, bool], None], wanted: Callable[[], bool]) -> EngineEnd:
         """Returns the end that is not followed by a restart.
@@ -114,10 +116,10 @@ class EngineKeeper:
 
     async def ready(self) -> process_pb2.EngineStarted:
         """What the engine said of itself, once it is ready for the first time."""
-        while self.started is None:
+        while self.known is None:
             self._ready.clear()
             await self._ready.wait()
-        return self.started
+        return self.known
 
     async def _one_engine(self) -> EngineEnd:
         engine = EngineChild(self._said, self._log_path)
@@ -133,7 +135,7 @@ class EngineKeeper:
 
     def _said(self, message: process_pb2.FromEngine) -> None:
         if message.WhichOneof("body") == "started":
-            self.started = message.started
+            self.started = self.known = message.started
             self._ready.set()
         self._on_message(message)
 
