@@ -18,8 +18,14 @@ setup: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/starlings demo $(ARGS)
 
+# Swarms of real processes have the machine to themselves; all other tests share it, a file at a time.
 test: $(STAMP)
+ifdef ARGS
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+else
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile --ignore tests/e2e
+	$(BIN)/python -m pytest -m 'not slow' tests/e2e
+endif
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -33,17 +33,23 @@ def test_committed_outputs_and_residual_add_up_to_committed_inputs(
     feedback = ErrorFeedback(codec)
     sum_in = torch.zeros(size, dtype=torch.float64)
     sum_out = torch.zeros(size, dtype=torch.float64)
+    # A round adds the residual and subtracts what was sent, each rounded to float32: per element, at most one part in
+    # 2^24 of what takes part. Large values of opposite sign may add up to nearly nothing, so the sum is no measure.
+    bound = torch.full((size,), 1e-12, dtype=torch.float64)
     for tensor, outcome in zip(inputs(seed, len(outcomes), size), outcomes, strict=True):
         data = feedback.encode(tensor)
         if outcome == "commit":
             feedback.commit()
+            decoded = codec.decode(data, limit_bytes=LIMIT).double()
+            assert feedback.residual is not None
             sum_in += tensor.double()
-            sum_out += codec.decode(data, limit_bytes=LIMIT).double()
+            sum_out += decoded
+            bound += 2.0**-22 * (tensor.double().abs() + decoded.abs() + feedback.residual.double().abs())
         elif outcome == "rollback":
             feedback.rollback()
     residual = feedback.residual
     total = sum_out + (0.0 if residual is None else residual.double())
-    assert torch.allclose(total, sum_in, atol=1e-5)
+    assert bool(((total - sum_in).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.95, 1.0])

@@ -6,6 +6,7 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -73,6 +74,7 @@ def check_second_job(folder: Path, exported: Path, validation_loss: float) -> No
     assert abs(first - validation_loss) < 0.2, "an untrained model's loss is about 5.5"
 
 
+@pytest.mark.slow
 def test_a_worker_leaves_in_order_and_the_coordinator_says_so(tmp_path: Path) -> None:
     job = prepared_job(tmp_path, job_text(10**7))
     with LiveSwarm.of(job, tmp_path) as swarm:

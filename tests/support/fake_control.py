@@ -55,9 +55,7 @@ class FakeControl(control_pb2_grpc.ControlServicer):
         membership.save(directory)
         return membership
 
-    async def Session(
-        self, request_iterator: AsyncIterator[control_pb2.ToCoordinator], context: Any
-    ) -> None:
+    async def Session(self, request_iterator: AsyncIterator[control_pb2.ToCoordinator], context: Any) -> None:
         hello = convert.body_from_proto(await context.read(), ToCoordinator)
         assert isinstance(hello, Hello)
         self.hellos.append(hello)
