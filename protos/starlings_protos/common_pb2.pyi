@@ -58,6 +58,8 @@ class _RefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal.Value
     """The same worker connected again; this older session is over."""
     REFUSAL_NO_ROOM: _Refusal.ValueType  # 16
     """The worker's device cannot hold any stage of the job; the message says what is missing."""
+    REFUSAL_IN_USE: _Refusal.ValueType  # 17
+    """The same worker id is connected from another machine: a worker directory was copied. The first one stays."""
 
 class Refusal(_Refusal, metaclass=_RefusalEnumTypeWrapper):
     """Why the coordinator or a peer said no. Travels in gRPC trailing metadata `starlings-refusal` (decimal) beside a status,
@@ -97,6 +99,8 @@ REFUSAL_SUPERSEDED: Refusal.ValueType  # 15
 """The same worker connected again; this older session is over."""
 REFUSAL_NO_ROOM: Refusal.ValueType  # 16
 """The worker's device cannot hold any stage of the job; the message says what is missing."""
+REFUSAL_IN_USE: Refusal.ValueType  # 17
+"""The same worker id is connected from another machine: a worker directory was copied. The first one stays."""
 Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 class _LeaseKind:

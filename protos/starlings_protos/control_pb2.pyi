@@ -187,6 +187,7 @@ class ToCoordinator(_message.Message):
     LEAVING_FIELD_NUMBER: _builtins.int
     PEER_UNREACHABLE_FIELD_NUMBER: _builtins.int
     EXCHANGE_FAILED_FIELD_NUMBER: _builtins.int
+    CATCH_UP_FAILED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -213,6 +214,8 @@ class ToCoordinator(_message.Message):
     def peer_unreachable(self) -> Global___PeerUnreachable: ...
     @_builtins.property
     def exchange_failed(self) -> Global___ExchangeFailed: ...
+    @_builtins.property
+    def catch_up_failed(self) -> Global___CatchUpFailed: ...
     def __init__(
         self,
         *,
@@ -229,12 +232,13 @@ class ToCoordinator(_message.Message):
         leaving: Global___Leaving | None = ...,
         peer_unreachable: Global___PeerUnreachable | None = ...,
         exchange_failed: Global___ExchangeFailed | None = ...,
+        catch_up_failed: Global___CatchUpFailed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "state_report", b"state_report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "state_report", b"state_report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "state_report", b"state_report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "state_report", b"state_report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "probe_report", "ready", "lease_request", "microbatch_done", "microbatch_failed", "prepared", "state_report", "engine_down", "leaving", "peer_unreachable", "exchange_failed"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "probe_report", "ready", "lease_request", "microbatch_done", "microbatch_failed", "prepared", "state_report", "engine_down", "leaving", "peer_unreachable", "exchange_failed", "catch_up_failed"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -259,6 +263,8 @@ class Hello(_message.Message):
     DEVICE_CLASS_FIELD_NUMBER: _builtins.int
     WALL_TIME_S_FIELD_NUMBER: _builtins.int
     SESSION_NONCE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    HOST_NAME_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Must equal the certificate's id."""
     protocol_min: _builtins.int
@@ -284,6 +290,10 @@ class Hello(_message.Message):
     """The worker's wall clock, seconds since 1970."""
     session_nonce: _builtins.int
     """A random number per supervisor process; a reconnect with the same one is the same life."""
+    incarnation: _builtins.int
+    """The incarnation of the engine that this supervisor runs now; 0 before the first Welcome and after an engine's end."""
+    host_name: _builtins.str
+    """The machine's name, for people: who else uses a copied directory."""
     def __init__(
         self,
         *,
@@ -300,10 +310,12 @@ class Hello(_message.Message):
         device_class: _builtins.str = ...,
         wall_time_s: _builtins.float = ...,
         session_nonce: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+        host_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_class", b"device_class", "host_id", b"host_id", "job_digest", b"job_digest", "numeric_class", b"numeric_class", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "region", b"region", "session_nonce", b"session_nonce", "site", b"site", "version", b"version", "wall_time_s", b"wall_time_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_class", b"device_class", "host_id", b"host_id", "host_name", b"host_name", "incarnation", b"incarnation", "job_digest", b"job_digest", "numeric_class", b"numeric_class", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "region", b"region", "session_nonce", b"session_nonce", "site", b"site", "version", b"version", "wall_time_s", b"wall_time_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -501,9 +513,30 @@ class Ready(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class AggregateDigestsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     PLAN_VERSION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     BLOCK_DIGESTS_FIELD_NUMBER: _builtins.int
+    AGGREGATE_DIGESTS_FIELD_NUMBER: _builtins.int
     plan_version: _builtins.int
     version: _builtins.int
     """Version of the weights: the number of committed steps."""
@@ -511,20 +544,54 @@ class Ready(_message.Message):
     def block_digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """SHA-256 over the parameters and optimizer state of each block, hex, keyed by block name."""
 
+    @_builtins.property
+    def aggregate_digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """An observer's only: its digest of the aggregates of step `version` - 1, by group, as in PreparedGroup; empty when it
+        holds a snapshot and has replayed nothing yet.
+        """
+
     def __init__(
         self,
         *,
         plan_version: _builtins.int = ...,
         version: _builtins.int = ...,
         block_digests: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        aggregate_digests: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_digests", b"block_digests", "plan_version", b"plan_version", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_digests", b"aggregate_digests", "block_digests", b"block_digests", "plan_version", b"plan_version", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Ready: _TypeAlias = Ready  # noqa: Y015
+
+@_typing.final
+class CatchUpFailed(_message.Message):
+    """An observer cannot go on from the version it was given: an update that it needs is not kept any more, or its state
+    could not be loaded. The coordinator gives it a newer version, or lets it stand by.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """The version that it had reached."""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CatchUpFailed: _TypeAlias = CatchUpFailed  # noqa: Y015
 
 @_typing.final
 class LeaseRequest(_message.Message):
@@ -859,6 +926,7 @@ class ToWorker(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     STANDBY_FIELD_NUMBER: _builtins.int
     HEARTBEAT_ACK_FIELD_NUMBER: _builtins.int
+    RETAIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -883,6 +951,8 @@ class ToWorker(_message.Message):
     def standby(self) -> Global___Standby: ...
     @_builtins.property
     def heartbeat_ack(self) -> Global___HeartbeatAck: ...
+    @_builtins.property
+    def retain(self) -> Global___Retain: ...
     def __init__(
         self,
         *,
@@ -898,12 +968,13 @@ class ToWorker(_message.Message):
         refused: Global___Refused | None = ...,
         standby: Global___Standby | None = ...,
         heartbeat_ack: Global___HeartbeatAck | None = ...,
+        retain: Global___Retain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "refused", b"refused", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "refused", b"refused", "retain", b"retain", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "refused", b"refused", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "refused", b"refused", "retain", b"retain", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "assignment", "assignment_renewed", "lease_grant", "step_restarted", "exchange_opened", "step_committed", "state_wanted", "finish", "refused", "standby", "heartbeat_ack"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "assignment", "assignment_renewed", "lease_grant", "step_restarted", "exchange_opened", "step_committed", "state_wanted", "finish", "refused", "standby", "heartbeat_ack", "retain"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -984,6 +1055,7 @@ class Assignment(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     TENSOR_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    OBSERVER_FIELD_NUMBER: _builtins.int
     plan_version: _builtins.int
     """Rises with every plan; a higher one supersedes."""
     version: _builtins.int
@@ -1001,6 +1073,10 @@ class Assignment(_message.Message):
     attempt: _builtins.int
     tensor_limit_bytes: _builtins.int
     """The job's largest tensor on the data plane, in bytes: shapes are checked against it before anything is allocated."""
+    observer: _builtins.bool
+    """The worker takes no part yet: it loads `version`, replays each committed step from what its donors keep of it, and
+    says Ready when it has caught up. A later assignment of the same span without `observer` makes it a holder.
+    """
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Stage]:
         """The cut: every stage of the model, in order. Fixed when training starts."""
@@ -1043,10 +1119,11 @@ class Assignment(_message.Message):
         step: _builtins.int = ...,
         attempt: _builtins.int = ...,
         tensor_limit_bytes: _builtins.int = ...,
+        observer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["signed", b"signed", "span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "donors", b"donors", "gossip_peers", b"gossip_peers", "peers", b"peers", "plan_version", b"plan_version", "recompute", b"recompute", "seed", b"seed", "signed", b"signed", "slots", b"slots", "span", b"span", "stages", b"stages", "step", b"step", "tensor_limit_bytes", b"tensor_limit_bytes", "topology", b"topology", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "donors", b"donors", "gossip_peers", b"gossip_peers", "observer", b"observer", "peers", b"peers", "plan_version", b"plan_version", "recompute", b"recompute", "seed", b"seed", "signed", b"signed", "slots", b"slots", "span", b"span", "stages", b"stages", "step", b"step", "tensor_limit_bytes", b"tensor_limit_bytes", "topology", b"topology", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1446,6 +1523,38 @@ class Refused(_message.Message):
 Global___Refused: _TypeAlias = Refused  # noqa: Y015
 
 @_typing.final
+class Retain(_message.Message):
+    """What to keep for observers to fetch, until the next Retain: committed state of these versions, and what was exchanged in
+    each committed step from `updates_from` on. Everything else may be forgotten.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    UPDATES_FIELD_NUMBER: _builtins.int
+    UPDATES_FROM_FIELD_NUMBER: _builtins.int
+    updates: _builtins.bool
+    """Updates are kept only if this is set."""
+    updates_from: _builtins.int
+    """The first step whose update is kept."""
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        versions: _abc.Iterable[_builtins.int] | None = ...,
+        updates: _builtins.bool = ...,
+        updates_from: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["updates", b"updates", "updates_from", b"updates_from", "versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Retain: _TypeAlias = Retain  # noqa: Y015
+
+@_typing.final
 class Standby(_message.Message):
     """No work now, and why."""
 
@@ -1546,6 +1655,7 @@ class StatusReply(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     ELAPSED_S_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    DROPPED_MESSAGES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """The job's name."""
     phase: _builtins.str
@@ -1583,6 +1693,8 @@ class StatusReply(_message.Message):
     """Seconds since the job began to train."""
     failure: _builtins.str
     """Why the job failed."""
+    dropped_messages: _builtins.int
+    """Messages from streams, lives and attempts that were over: dropped, and nothing came of them."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """Every worker that has joined, lost ones too."""
@@ -1625,10 +1737,11 @@ class StatusReply(_message.Message):
         checkpoint: _builtins.str = ...,
         elapsed_s: _builtins.float = ...,
         failure: _builtins.str = ...,
+        dropped_messages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "elapsed_s", b"elapsed_s", "events", b"events", "failure", b"failure", "has_validation_loss", b"has_validation_loss", "job", b"job", "loss", b"loss", "loss_curve", b"loss_curve", "phase", b"phase", "plan_version", b"plan_version", "sample_text", b"sample_text", "samples_leased", b"samples_leased", "samples_lost", b"samples_lost", "samples_trained", b"samples_trained", "stages", b"stages", "step", b"step", "steps_total", b"steps_total", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "validation_loss", b"validation_loss", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "dropped_messages", b"dropped_messages", "elapsed_s", b"elapsed_s", "events", b"events", "failure", b"failure", "has_validation_loss", b"has_validation_loss", "job", b"job", "loss", b"loss", "loss_curve", b"loss_curve", "phase", b"phase", "plan_version", b"plan_version", "sample_text", b"sample_text", "samples_leased", b"samples_leased", "samples_lost", b"samples_lost", "samples_trained", b"samples_trained", "stages", b"stages", "step", b"step", "steps_total", b"steps_total", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "validation_loss", b"validation_loss", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1698,7 +1811,7 @@ class WorkerStatus(_message.Message):
     """As in Hello."""
     device_class: _builtins.str
     state: _builtins.str
-    """"joining", "probing", "standby", "loading", "training", "leaving", "lost"."""
+    """"joining", "probing", "standby", "observing", "loading", "training", "leaving", "lost"."""
     reason: _builtins.str
     """Why it is idle, in words."""
     tokens: _builtins.int

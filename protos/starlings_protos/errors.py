@@ -153,6 +153,7 @@ RULES: Mapping[Refusal, Rule] = {
     Refusal.NOT_HELD: Rule("NOT_FOUND", ExitCode.USAGE, True),
     Refusal.SUPERSEDED: Rule("ABORTED", ExitCode.IN_USE, False),
     Refusal.NO_ROOM: Rule("FAILED_PRECONDITION", ExitCode.NO_DEVICE, False),
+    Refusal.IN_USE: Rule("FAILED_PRECONDITION", ExitCode.IN_USE, False),
 }
 
 

@@ -33,6 +33,7 @@ class Refusal(enum.IntEnum):
     NOT_HELD = 14
     SUPERSEDED = 15
     NO_ROOM = 16
+    IN_USE = 17
 
 
 class LeaseKind(enum.IntEnum):
@@ -122,6 +123,8 @@ class Hello:
     device_class: str = ""
     wall_time_s: float = 0.0
     session_nonce: int = 0
+    incarnation: int = 0
+    host_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,13 @@ class Ready:
     plan_version: int
     version: int
     block_digests: Mapping[str, str]
+    aggregate_digests: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUpFailed:
+    version: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +241,7 @@ ToCoordinator = (
     | Leaving
     | PeerUnreachable
     | ExchangeFailed
+    | CatchUpFailed
 )
 
 # ------------------------------------------------------------------ coordinator -> worker
@@ -286,6 +297,7 @@ class Assignment:
     tensor_limit_bytes: int
     # The shell signs: the pure core leaves it empty.
     signed: SignedAssignment = SignedAssignment()
+    observer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +379,13 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Retain:
+    versions: tuple[int, ...] = ()
+    updates: bool = False
+    updates_from: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Standby:
     reason: str
 
@@ -389,6 +408,7 @@ ToWorker = (
     | Refused
     | Standby
     | HeartbeatAck
+    | Retain
 )
 
 # ------------------------------------------------------------------ data plane headers
@@ -435,6 +455,7 @@ class PlanWorker:
     host_id: str = ""
     site: str = ""
     region: str = ""
+    held: Span | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -526,6 +526,7 @@ class PlanWorker(_message.Message):
     HOST_ID_FIELD_NUMBER: _builtins.int
     SITE_FIELD_NUMBER: _builtins.int
     REGION_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     memory_bytes: _builtins.int
     """As in ProbeReport."""
@@ -545,6 +546,10 @@ class PlanWorker(_message.Message):
     def backward_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """As in ProbeReport."""
 
+    @_builtins.property
+    def held(self) -> _common_pb2.Span:
+        """What it holds already and keeps; absent when the planner may choose."""
+
     def __init__(
         self,
         *,
@@ -557,10 +562,11 @@ class PlanWorker(_message.Message):
         host_id: _builtins.str = ...,
         site: _builtins.str = ...,
         region: _builtins.str = ...,
+        held: _common_pb2.Span | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_seconds", b"backward_seconds", "downlink_bytes_per_s", b"downlink_bytes_per_s", "forward_seconds", b"forward_seconds", "host_id", b"host_id", "memory_bytes", b"memory_bytes", "region", b"region", "site", b"site", "uplink_bytes_per_s", b"uplink_bytes_per_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_seconds", b"backward_seconds", "downlink_bytes_per_s", b"downlink_bytes_per_s", "forward_seconds", b"forward_seconds", "held", b"held", "host_id", b"host_id", "memory_bytes", b"memory_bytes", "region", b"region", "site", b"site", "uplink_bytes_per_s", b"uplink_bytes_per_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

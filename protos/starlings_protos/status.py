@@ -65,5 +65,6 @@ class StatusReply:
     checkpoint: str
     elapsed_s: float
     failure: str
+    dropped_messages: int
     # The shell decodes it from the generated tokens: the pure core leaves it empty.
     sample_text: str = ""

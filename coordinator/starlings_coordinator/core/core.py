@@ -48,6 +48,7 @@ from starlings_coordinator.core.state import Durable, fold, snapshot_from_json, 
 from starlings_coordinator.core.stepping import Stepping
 from starlings_coordinator.core.views import status
 from starlings_protos.messages import (
+    CatchUpFailed,
     EngineDown,
     ExchangeFailed,
     Finish,
@@ -186,6 +187,8 @@ class Core:
         member.detector.heard(self.now.monotonic_s)
         message = event.message
         match message:
+            case CatchUpFailed():
+                self.dropped_messages += 1
             case Hello():
                 self.dropped_messages += 1  # A stream has one, and it came as WorkerConnected.
             case Heartbeat():

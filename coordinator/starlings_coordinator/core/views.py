@@ -71,4 +71,5 @@ def status(core: Core, now_s: float) -> StatusReply:
         checkpoint=state.checkpoints[max(state.checkpoints)] if state.checkpoints else "",
         elapsed_s=elapsed_s,
         failure=state.finished.reason if state.finished is not None and not state.finished.done else "",
+        dropped_messages=core.dropped_messages,
     )

@@ -25,6 +25,7 @@ from starlings_protos.messages import (
     MicrobatchHeader,
     Ready,
     Refused,
+    Retain,
     Standby,
     StateWanted,
     StepCommitted,
@@ -283,7 +284,7 @@ class WorkerCore:
                 self.training.committed(message)
             case StateWanted():
                 self.training.state_wanted(message)
-            case AssignmentRenewed() | Welcome() | HeartbeatAck():
+            case AssignmentRenewed() | Welcome() | HeartbeatAck() | Retain():
                 pass  # The shell's business.
             case _:
                 assert_never(message)

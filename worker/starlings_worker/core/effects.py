@@ -195,6 +195,31 @@ class ApplyStep:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplayStep:
+    """Device effect of an observer. -> StepReplayed | ReplayFailed
+
+    Fetch what every group of the span exchanged in committed step `step` from the assignment's donors (see
+    KeepHistory), decode it, and apply the optimizer with exactly these numbers.
+    """
+
+    step: int
+    learning_rate: float
+    clip_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class KeepHistory:
+    """What observers may fetch here from now on. No outcome.
+
+    Keep the snapshots of `versions` beside the newest ones, and from step `updates_from` on, if that is not None, the
+    encoded aggregates of each applied step; forget the rest. The bytes kept are bounded: the oldest updates go first.
+    """
+
+    versions: tuple[int, ...]
+    updates_from: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class AdoptState:
     """Device effect. -> StateDigested
 

@@ -230,6 +230,26 @@ class StepApplied:
 
 
 @dataclass(frozen=True, slots=True)
+class StepReplayed:
+    """Outcome of ReplayStep: the weights are now version step + 1. `digests`: of each group's aggregate, as in
+    PreparedGroup.
+    """
+
+    step: int
+    digests: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayFailed:
+    """Outcome of ReplayStep: no donor has the step's update (any more), or what they have is malformed. The weights are
+    still version `step`.
+    """
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StateDigested:
     """Outcome of DigestState or AdoptState."""
 
