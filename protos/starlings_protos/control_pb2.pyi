@@ -1538,7 +1538,9 @@ class Retain(_message.Message):
     updates_from: _builtins.int
     """The first step whose update is kept."""
     @_builtins.property
-    def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Whose snapshots are kept although there are newer ones."""
+
     def __init__(
         self,
         *,
