@@ -366,7 +366,7 @@ def test_a_senseless_acknowledgement_voids_the_attempt_at_once(refused: str) -> 
     assert world.core.state.attempt == attempt + 1
 
 
-def test_restart_of_the_coordinator_goes_on_from_the_newest_checkpoint() -> None:
+def test_after_everybody_died_training_goes_on_from_the_newest_checkpoint() -> None:
     world = World(config(checkpoint={"every": 1}), {"wa": (0, 2)})
     world.pause_at = 2
     world.start()
@@ -379,6 +379,8 @@ def test_restart_of_the_coordinator_goes_on_from_the_newest_checkpoint() -> None
     saved = sorted(again.core.state.checkpoints)
     again.feed(Booted())
     again.feed(KeeperStarted(("127.0.0.1:1",), (0, *saved)))
+    # Another supervisor process of the same id: a new life, and the old one's state is gone.
+    again._sessions = 7
     again.join("wa")
     again.run_to_the_end()
     assert [r.step for r in again.records if isinstance(r, StepRecorded)] == list(range(saved[-1], 4))

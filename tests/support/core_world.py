@@ -27,7 +27,7 @@ from starlings_coordinator.core.events import (
     WorkerConnected,
     WorkerSaid,
 )
-from starlings_coordinator.core.records import Record
+from starlings_coordinator.core.records import Record, record_from_json, record_to_json
 from starlings_job.profile import BlockProfile, Profile
 from starlings_job.spec import JobSpec
 from starlings_protos.messages import (
@@ -110,6 +110,7 @@ class Fake:
     # Spoils what it reports, for tests.
     digest_offset: int = 0
     finished: Finish | None = None
+    hello: Hello = field(default_factory=lambda: Hello(WorkerId(""), 1, 1, ""))
 
 
 class World:
@@ -196,9 +197,35 @@ class World:
             host_id=name,
             session_nonce=self._sessions,
         )
+        fake.hello = hello
         self.feed(WorkerConnected(self._sessions, hello))
         self.settle()
         return fake
+
+    def reconnect(self, name: str, *, incarnation: int | None = None, host_id: str | None = None) -> Fake:
+        """The same supervisor on a new stream; its engine is the same unless `incarnation` says otherwise."""
+        fake = self.fakes[WorkerId(name)]
+        self._sessions += 1
+        fake.session = self._sessions
+        hello = replace(
+            fake.hello,
+            host_id=host_id or fake.hello.host_id,
+            incarnation=fake.incarnation if incarnation is None else incarnation,
+        )
+        self.feed(WorkerConnected(fake.session, hello))
+        self.settle()
+        return fake
+
+    def restart(self, after_s: float = 5.0, versions: tuple[int, ...] = (0,)) -> None:
+        """SIGKILL of the coordinator, and a new one on the same log: nobody is connected, what was said on the way is
+        lost.
+        """
+        log = [record_from_json(record_to_json(record)) for record in self.records]
+        self._queue.clear()
+        self.now_s += after_s
+        self.core = Core.restore(self.config, None, tuple(log))
+        self.feed(Booted())
+        self.feed(KeeperStarted(("127.0.0.1:2",), versions))
 
     def start(self) -> None:
         """Boot, join everybody of the plan, and let it settle into training."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import platform
 import random
 import secrets
 import time
@@ -291,6 +292,8 @@ class DeviceWorker:
             self._class.name if self._class is not None else self._device.class_name,
             time.time(),
             self._nonce,
+            self._welcome.incarnation if self._welcome is not None else 0,
+            platform.node()[:64],
         )
 
     async def _coordinator_said(self, message: control_pb2.ToWorker) -> None:

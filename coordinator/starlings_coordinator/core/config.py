@@ -17,10 +17,13 @@ class Timings:
     heartbeat_least_s: float = 2.0
     heartbeats_per_second: float = 250.0
     # A stream that ended may come back this long; a dead worker is noticed that much later.
-    reconnect_grace_s: float = 2.0
+    # Less than a reconnecting worker's first pause and a TLS handshake over a slow link would drop it for a hiccup.
+    reconnect_grace_s: float = 1.5
+    # After a restart of the coordinator: workers try again every 30 s at least, whatever the outage lasted.
+    restart_grace_s: float = 45.0
     # Silence on an open stream; at least this, and at least `silent_intervals` heartbeats.
-    silence_least_s: float = 8.0
-    silent_intervals: float = 4.0
+    silence_least_s: float = 6.0
+    silent_intervals: float = 3.0
     # Loading a span; a stuck download holds everybody up that long.
     load_s: float = 600.0
     probe_s: float = 180.0

@@ -90,7 +90,6 @@ class Core:
         # Messages of streams that are over, and reports that contradict the ledger.
         self.dropped_messages = 0
         self.refused_reports = 0
-        self.planned_memory_bytes: dict[WorkerId, int] = {}
         self.desk = Desk(self.apply, self._note)
         self.membership = Membership(self)
         self.planning = Planning(self)
@@ -240,6 +239,8 @@ class Core:
         if finished is not None and finished.done and self.state.step >= self.config.job.steps_total:
             self.phase = Phase.DONE
             self.desk.ask(JobEnded(0, "the job is done; a larger `tokens` in the job file continues it"))
+        elif self.state.plan_live:
+            self.planning.recall()
 
     def _ticked(self) -> None:
         now_s = self.now.monotonic_s

@@ -42,6 +42,10 @@ class Member:
     # Why it does no work, in words; "" while it does.
     reason: str = ""
     disconnected_at_s: float | None = None
+    # How long its stream may stay down; longer after a restart of the coordinator, which it has to find again.
+    grace_s: float = 0.0
+    # Wall clock, seconds since 1970, for people.
+    connected_wall_s: float = 0.0
     probe: ProbeReport | None = None
     probe_started_at_s: float | None = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat)

@@ -8,7 +8,8 @@ from starlings_coordinator.core.effects import CloseSession, Send
 from starlings_coordinator.core.liveness import SilenceDetector
 from starlings_coordinator.core.members import Member, MemberState
 from starlings_coordinator.core.phase import Phase
-from starlings_coordinator.core.records import WorkerAdmitted
+from starlings_coordinator.core.records import WorkerAdmitted, WorkerGone, WorkerMeasured
+from starlings_protos.invite import spoken_time
 from starlings_protos.messages import (
     EngineDown,
     Finish,
@@ -59,34 +60,61 @@ class Membership:
             core.desk.ask(Send(session, worker_id, Finish(finished.done, finished.reason)))
             core.desk.ask(CloseSession(session, worker_id, None, "the job has ended"))
             return
-        now_s = core.now.monotonic_s
         old = core.members.get(worker_id)
         if old is not None and old.session is not None:
             core.desk.close(old, Refusal.SUPERSEDED, "the same worker connected again; this session is over")
-        if (
-            old is not None
-            and old.hello.session_nonce == hello.session_nonce
-            and old.state is not MemberState.LOST
-        ):
+        if old is not None and self._goes_on(old.hello, old.incarnation, hello):
             self._resumed(old, session, hello)
             return
         if old is not None:
             self.lose(old, "it was started again", announce=False)
-        timings = core.config.timings
-        detector = SilenceDetector(
-            max(
-                timings.silence_least_s,
-                timings.silent_intervals * core.config.heartbeat_interval_s(len(core.members)),
-            ),
-            0.0,
-            now_s,
-        )
-        # A hung worker is known as lost after at most a quarter more than the least.
-        detector.ceiling_s = 1.25 * detector.floor_s
-        member = Member(worker_id, hello, 0, session, detector)
-        core.members[worker_id] = member
+        life = core.state.lives.get(worker_id)
+        member = self._member(hello, session)
+        if old is None and life is not None and self._goes_on(life.hello, life.incarnation, hello):
+            # Of before this coordinator's start, and it held nothing that anybody waits for.
+            member.incarnation, member.probe = life.incarnation, life.probe
+            member.state = MemberState.JOINING if life.probe is None else MemberState.STANDBY
+            member.reason = self._reason_to_stand_by(member)
+            self._resumed(member, session, hello)
+            return
         core.desk.announce("join", f"{worker_id} joined: {hello.device or 'unknown device'}")
         self._new_life(member)
+
+    def _member(self, hello: Hello, session: int | None) -> Member:
+        core, timings = self._core, self._core.config.timings
+        heartbeat_s = core.config.heartbeat_interval_s(len(core.members))
+        floor_s = max(timings.silence_least_s, timings.silent_intervals * heartbeat_s)
+        # A hung worker is known as lost after at most a quarter more than the least.
+        detector = SilenceDetector(floor_s, 1.25 * floor_s, core.now.monotonic_s)
+        member = Member(hello.worker_id, hello, 0, session, detector)
+        member.grace_s, member.connected_wall_s = timings.reconnect_grace_s, core.now.wall_s
+        core.members[hello.worker_id] = member
+        return member
+
+    @staticmethod
+    def _goes_on(known: Hello, incarnation: int, hello: Hello) -> bool:
+        """Whether `hello` comes from the life that is known: the same supervisor, whose engine is still the same."""
+        return known.session_nonce == hello.session_nonce and hello.incarnation in (0, incarnation)
+
+    def recall(self, holders: tuple[WorkerId, ...]) -> bool:
+        """After a restart: the holders of the live plan are members whose streams are down. False when one of them is
+        not known well enough.
+        """
+        core = self._core
+        lives = {worker_id: core.state.lives.get(worker_id) for worker_id in holders}
+        if any(life is None or life.probe is None for life in lives.values()):
+            return False
+        for life in lives.values():
+            assert life is not None
+            member = self._member(life.hello, None)
+            member.incarnation, member.probe = life.incarnation, life.probe
+            member.state, member.reason = MemberState.TRAINING, "has to find the coordinator again"
+            member.disconnected_at_s, member.grace_s = (
+                core.now.monotonic_s,
+                core.config.timings.restart_grace_s,
+            )
+        self._changed()
+        return True
 
     def _objection(self, hello: Hello) -> tuple[Refusal, str] | None:
         core = self._core
@@ -104,6 +132,13 @@ class Membership:
             )
         if hello.worker_id not in core.members and len(core.members) >= MEMBERS_MOST:
             return Refusal.LIMIT, f"the job has its limit of {MEMBERS_MOST} workers"
+        other = core.members.get(hello.worker_id)
+        if other is not None and self._is_used_elsewhere(other, hello):
+            since = spoken_time(other.connected_wall_s)
+            return Refusal.IN_USE, (
+                f"this worker's directory is in use by {other.hello.host_name or 'another machine'} since {since}; "
+                "a copy cannot take part: join with another --dir (or stop the other one first)"
+            )
         digest = self._job[1]
         if hello.job_digest and hello.job_digest != digest:
             return Refusal.JOB_MISMATCH, (
@@ -112,10 +147,23 @@ class Membership:
             )
         return None
 
+    def _is_used_elsewhere(self, other: Member, hello: Hello) -> bool:
+        """A living session of the same id from another machine: the directory was copied. On one machine a second
+        session is a restart, since the directory is locked.
+        """
+        if other.session is None or other.hello.session_nonce == hello.session_nonce:
+            return False
+        elsewhere = bool(other.hello.host_id and hello.host_id and other.hello.host_id != hello.host_id)
+        silent_s = self._core.now.monotonic_s - other.detector.last_heard_s
+        return elsewhere and silent_s < other.detector.floor_s
+
     def _resumed(self, member: Member, session: int, hello: Hello) -> None:
         """The same life on a new stream. Messages may have been lost both ways, so what it does is begun anew."""
         core = self._core
         member.session, member.hello, member.disconnected_at_s = session, hello, None
+        member.grace_s, member.connected_wall_s = core.config.timings.reconnect_grace_s, core.now.wall_s
+        if member.state is MemberState.TRAINING:
+            member.reason = ""
         member.detector.forgive(core.now.monotonic_s)
         core.desk.announce("rejoin", f"{member.worker_id} is connected again")
         core.desk.send(member, self._welcome(member, probe_now=member.state is MemberState.PROBING))
@@ -128,8 +176,10 @@ class Membership:
 
     def _new_life(self, member: Member) -> None:
         core = self._core
-        incarnation = core.state.incarnations.get(member.worker_id, 0) + 1
-        core.desk.record(WorkerAdmitted(member.worker_id, incarnation, member.hello.device))
+        # Above what it says too: a coordinator on an older copy of its log must not fence the living off.
+        known = core.state.incarnations.get(member.worker_id, 0)
+        incarnation = max(known, min(member.hello.incarnation, 1 << 62)) + 1
+        core.desk.record(WorkerAdmitted(member.worker_id, incarnation, member.hello.device, member.hello))
         member.incarnation = incarnation
         member.state, member.reason = MemberState.JOINING, "waits for its turn to be measured"
         member.probe, member.ready, member.probe_started_at_s = None, None, None
@@ -176,6 +226,7 @@ class Membership:
             self.dismiss(member, Refusal.MALFORMED, "its probe report makes no sense")
             return
         member.probe = report
+        self._core.desk.record(WorkerMeasured(member.worker_id, member.incarnation, report))
         if member.state is MemberState.PROBING:
             member.state, member.reason = MemberState.STANDBY, self._reason_to_stand_by(member)
             if member.set_aside_until_s is not None or self._core.plan_is_live:
@@ -234,7 +285,7 @@ class Membership:
         core = self._core
         core.desk.announce("leave", f"{member.worker_id} left: {member.leaving or 'not needed any more'}")
         core.desk.send(member, Finish(False, "you may go: nothing depends on this worker any more"))
-        core.members.pop(member.worker_id, None)
+        self._forget(member, "it left in order")
         self._vacate(member, f"{member.worker_id} left")
         self._changed()
         self._probe_next()
@@ -263,10 +314,16 @@ class Membership:
         # No refusal: if it is alive after all, it comes back as a new life.
         core.desk.close(member, None, f"the coordinator gave this worker up: {reason}")
         member.state = MemberState.LOST
-        core.members.pop(member.worker_id, None)
+        self._forget(member, reason)
         self._vacate(member, f"{member.worker_id} was lost: {reason}")
         self._changed()
         self._probe_next()
+
+    def _forget(self, member: Member, reason: str) -> None:
+        """Recorded, so that a restarted coordinator does not go on with a life that this one gave up."""
+        core = self._core
+        if core.members.pop(member.worker_id, None) is not None and member.worker_id in core.state.lives:
+            core.desk.record(WorkerGone(member.worker_id, member.incarnation, reason))
 
     def _vacate(self, member: Member, reason: str) -> None:
         core = self._core
@@ -287,7 +344,7 @@ class Membership:
                 if member.disconnected_at_s is not None:
                     member.disconnected_at_s = now_s
             elif member.session is None and member.disconnected_at_s is not None:
-                if now_s - member.disconnected_at_s >= timings.reconnect_grace_s:
+                if now_s - member.disconnected_at_s >= member.grace_s:
                     self.lose(member, "its connection ended")
             elif member.session is not None and member.detector.lost(now_s):
                 self.lose(member, f"nothing was heard of it for {now_s - member.detector.last_heard_s:.0f} s")

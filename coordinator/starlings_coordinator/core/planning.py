@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from starlings_coordinator.core.effects import ComputePlan
 from starlings_coordinator.core.members import Member, MemberState
 from starlings_coordinator.core.phase import Phase
-from starlings_coordinator.core.records import PlanAdopted
+from starlings_coordinator.core.records import PlanAdopted, PlanDropped, PlanLoaded, StepRetried
 from starlings_coordinator.core.views import gossip_peers
 from starlings_coordinator.core.waiting import (
     ForKeeper,
@@ -26,7 +26,6 @@ from starlings_protos.messages import (
     KEEPER,
     Assignment,
     Peer,
-    PlannedWorker,
     PlanReply,
     PlanRequest,
     Ready,
@@ -53,7 +52,6 @@ class Planning:
         self._asked_about = -1
         self._impossible: tuple[int, str] | None = None
         self._retry: tuple[float, str] | None = None
-        self._slots: dict[WorkerId, PlannedWorker] = {}
         # Since when enough workers are there to plan with.
         self._enough_since_s: float | None = None
 
@@ -230,14 +228,14 @@ class Planning:
                 version,
                 attempt,
                 self._because or "first plan",
+                tuple(planned for planned in reply.workers if planned.span is not None),
             )
         )
         if lost > 0:
             core.desk.announce(
                 "rewind", f"training goes on from version {version}: {lost} steps are done again"
             )
-        self._slots = {planned.worker_id: planned for planned in reply.workers}
-        core.planned_memory_bytes = {p.worker_id: p.memory_bytes for p in reply.workers if p.span is not None}
+        idle_reasons = {planned.worker_id: planned.reason for planned in reply.workers}
         self._because = ""
         core.phase = Phase.LOADING
         ratio = reply.predicted_microbatches_per_s / max(reply.bound_microbatches_per_s, 1e-12)
@@ -254,10 +252,7 @@ class Planning:
                 member.load_started_at_s = core.now.monotonic_s
                 core.desk.send(member, self._assignment(member, span))
             elif member.usable:
-                planned = self._slots.get(member.worker_id)
-                self._stand_by(
-                    member, planned.reason if planned is not None and planned.reason else "no span fits"
-                )
+                self._stand_by(member, idle_reasons.get(member.worker_id) or "no span fits")
 
     def _stand_by(self, member: Member, reason: str) -> None:
         if member.state is not MemberState.LEAVING:
@@ -266,7 +261,7 @@ class Planning:
 
     def _assignment(self, member: Member, span: Span) -> Assignment:
         core, state, job = self._core, self._core.state, self._core.config.job
-        planned = self._slots.get(member.worker_id)
+        planned = state.planned.get(member.worker_id)
         peers = tuple(
             core.members[w].peer(other, state.stages, core.config.profile, self._slots_of(w))
             for w, other in sorted(state.spans.items())
@@ -290,7 +285,7 @@ class Planning:
         )
 
     def _slots_of(self, worker_id: WorkerId) -> int:
-        planned = self._slots.get(worker_id)
+        planned = self._core.state.planned.get(worker_id)
         return max(1, planned.slots) if planned is not None else 1
 
     # ------------------------------------------------------------------ loading
@@ -333,6 +328,7 @@ class Planning:
         for holder in core.holders:
             if holder.leaving is None:
                 holder.reason = ""
+        core.desk.record(PlanLoaded(core.state.plan_version))
         core.phase = Phase.TRAINING
         core.stepping.begin()
 
@@ -377,6 +373,23 @@ class Planning:
         """The same spans again, as a new attempt."""
         self._reissue(dict(self._core.state.spans), reason)
 
+    def recall(self) -> bool:
+        """After a restart of the coordinator: the plan goes on with its holders, whose streams are down just now. False
+        when it cannot; then its holders are gathered again.
+        """
+        core, state = self._core, self._core.state
+        reason = "the coordinator was started again"
+        if not state.plan_loaded or not core.membership.recall(tuple(sorted(state.spans))):
+            self.gather_again(reason)
+            return False
+        core.phase = Phase.TRAINING
+        core.desk.record(StepRetried(state.step, state.attempt + 1, reason))
+        core.desk.announce(
+            "restarted", f"{reason}; step {state.step} begins again with {len(state.spans)} workers"
+        )
+        core.stepping.begin()
+        return True
+
     def resume(self, member: Member) -> None:
         """A holder is back on a new stream within its grace: it keeps its place, and hears again what it missed.
 
@@ -403,6 +416,7 @@ class Planning:
                 state.step,
                 state.attempt + 1,
                 reason,
+                loads=False,
             )
         )
         core.desk.announce("plan", f"plan {state.plan_version}: step {state.step} begins again: {reason}")
@@ -417,13 +431,13 @@ class Planning:
 
     def gather_again(self, reason: str) -> None:
         core = self._core
+        core.desk.record(PlanDropped(core.state.plan_version, reason))
         core.desk.announce("gathering", reason)
         for holder in core.holders:
             if holder.leaving is None:
                 self._stand_by(holder, reason)
         core.ledger = None
         core.phase = Phase.GATHERING
-        core.stepping.forget_commit()
         core.finishing.reset()
         self._because = reason
         for member in list(core.members.values()):

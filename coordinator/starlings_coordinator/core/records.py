@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from starlings_protos.messages import Span, Stage, WorkerId
+from starlings_protos.messages import Hello, PlannedWorker, ProbeReport, Span, Stage, WorkerId
 
 RECORD_LIMIT_BYTES = 16 << 20
 
@@ -30,7 +30,29 @@ class WorkerAdmitted:
     worker_id: WorkerId
     incarnation: int
     device: str
+    # What it said of itself; a restarted coordinator knows the life again by its nonce. (None in logs before 0.2.)
+    hello: Hello | None = None
     kind: Literal["worker_admitted"] = "worker_admitted"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMeasured:
+    """What a life's device was measured to do: nobody is measured again because the coordinator was restarted."""
+
+    worker_id: WorkerId
+    incarnation: int
+    probe: ProbeReport
+    kind: Literal["worker_measured"] = "worker_measured"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGone:
+    """A life was given up, or ended in order. Whoever comes back under the same id begins another."""
+
+    worker_id: WorkerId
+    incarnation: int
+    reason: str
+    kind: Literal["worker_gone"] = "worker_gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +65,28 @@ class PlanAdopted:
     step: int
     attempt: int
     reason: str
+    # What the planner gave each worker whose span is new.
+    planned: tuple[PlannedWorker, ...] = ()
+    # False when every holder has its span already: the plan before goes on with other members.
+    loads: bool = True
     kind: Literal["plan_adopted"] = "plan_adopted"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLoaded:
+    """Every holder has its span, replicas agree, and training under this plan begins."""
+
+    plan_version: int
+    kind: Literal["plan_loaded"] = "plan_loaded"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDropped:
+    """Some stage has no holder any more: nobody holds anything until another plan is adopted."""
+
+    plan_version: int
+    reason: str
+    kind: Literal["plan_dropped"] = "plan_dropped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +161,11 @@ class JobFinished:
 
 Record = (
     WorkerAdmitted
+    | WorkerMeasured
+    | WorkerGone
     | PlanAdopted
+    | PlanLoaded
+    | PlanDropped
     | StepRetried
     | StepRecorded
     | CheckpointRecorded

@@ -4,7 +4,7 @@ a restart.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from pydantic import TypeAdapter, ValidationError
@@ -14,6 +14,8 @@ from starlings_coordinator.core.records import (
     EvaluationRecorded,
     JobFinished,
     PlanAdopted,
+    PlanDropped,
+    PlanLoaded,
     Record,
     RecordError,
     StepRecorded,
@@ -21,8 +23,10 @@ from starlings_coordinator.core.records import (
     StopRecorded,
     TextRecorded,
     WorkerAdmitted,
+    WorkerGone,
+    WorkerMeasured,
 )
-from starlings_protos.messages import Span, Stage, WorkerId
+from starlings_protos.messages import Hello, PlannedWorker, ProbeReport, Span, Stage, WorkerId
 from starlings_protos.status import LossPoint
 
 SNAPSHOT_LIMIT_BYTES = 256 << 20
@@ -30,14 +34,32 @@ SNAPSHOT_LIMIT_BYTES = 256 << 20
 LOSS_POINTS_LIMIT = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What must be known of a worker to go on with it after a restart."""
+
+    incarnation: int
+    hello: Hello
+    probe: ProbeReport | None = None
+
+
 @dataclass(slots=True)
 class Durable:
     """Changed by `fold` only."""
 
     incarnations: dict[WorkerId, int] = field(default_factory=dict)
+    # The newest life of each worker.
+    lives: dict[WorkerId, Life] = field(default_factory=dict)
     plan_version: int = 0
     stages: tuple[Stage, ...] = ()
     spans: dict[WorkerId, Span] = field(default_factory=dict)
+    # Slots, memory and recomputation of the holders, as the planner chose them.
+    planned: dict[WorkerId, PlannedWorker] = field(default_factory=dict)
+    # Whether the spans are in force, and whether training under them has begun.
+    plan_live: bool = False
+    plan_loaded: bool = False
+    # The newest commit, for holders that did not hear of it; None before the first and after a rewind.
+    commit: StepRecorded | None = None
     # The step to train next = the version of the committed weights, and the highest attempt at it so far.
     step: int = 0
     attempt: int = 0
@@ -79,6 +101,14 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
     match record:
         case WorkerAdmitted():
             state.incarnations[record.worker_id] = record.incarnation
+            if record.hello is not None:
+                state.lives[record.worker_id] = Life(record.incarnation, record.hello)
+        case WorkerMeasured():
+            life = state.lives.get(record.worker_id)
+            if life is not None and life.incarnation == record.incarnation:
+                state.lives[record.worker_id] = replace(life, probe=record.probe)
+        case WorkerGone():
+            state.lives.pop(record.worker_id, None)
         case PlanAdopted():
             if record.step != state.step:
                 state.repeat_until = max(state.repeat_until, state.step)
@@ -87,13 +117,24 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
             state.plan_version = record.plan_version
             state.stages = record.stages
             state.spans = dict(record.spans)
+            known = state.planned | {planned.worker_id: planned for planned in record.planned}
+            state.planned = {w: planned for w, planned in known.items() if w in state.spans}
+            state.plan_live = True
+            if record.loads:
+                state.plan_loaded, state.commit = False, None
             state.step, state.attempt = record.step, record.attempt
             state.highest_attempt = max(state.highest_attempt, record.attempt)
             state.finished = None
+        case PlanLoaded():
+            state.plan_loaded = True
+        case PlanDropped():
+            state.plan_live = state.plan_loaded = False
+            state.commit = None
         case StepRetried():
             state.attempt = record.attempt
             state.highest_attempt = max(state.highest_attempt, record.attempt)
         case StepRecorded():
+            state.commit = record
             state.step, state.attempt = record.step + 1, state.first_attempt(record.step + 1)
             state.tokens += record.tokens
             state.samples_trained += record.samples
@@ -116,6 +157,7 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
         case JobFinished():
             state.finished = record
             state.stop_reason = ""
+            state.plan_live = state.plan_loaded = False
         case _:
             assert_never(record)
 

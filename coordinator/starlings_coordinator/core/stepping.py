@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from starlings_coordinator.core.ledger import Flaw, StepLedger
@@ -49,10 +48,10 @@ class Stepping:
         self._link_trouble: set[WorkerId] = set()
         # Who was reported as unreachable in this attempt, and by whom.
         self._accusations: dict[WorkerId, set[WorkerId]] = {}
-        # The last commit and who was to keep a copy, for those who missed it.
         # Patience under the present plan, seconds.
         self._patience: tuple[int, float, float] = (-1, 0.0, 0.0)
-        self._last_commit: tuple[StepCommitted, frozenset[WorkerId]] | None = None
+        # Who was to keep a copy at which commit, for those who missed it.
+        self._donors: tuple[int, frozenset[WorkerId]] = (-1, frozenset())
 
     # ------------------------------------------------------------------ a step begins
 
@@ -279,6 +278,13 @@ class Stepping:
             "unreachable", f"{member.worker_id} cannot reach {message.worker_id}: {message.reason}"
         )
         self._link_trouble |= {member.worker_id, message.worker_id}
+        suspect = core.members.get(message.worker_id)
+        if suspect is not None and not suspect.here and core.phase is not Phase.LOADING:
+            # Its stream ended, and a peer finds it gone as well: two witnesses need no grace.
+            core.membership.lose(
+                suspect, f"its connection ended, and {member.worker_id} cannot reach it either"
+            )
+            return
         if message.worker_id in core.state.spans:
             self._accusations.setdefault(message.worker_id, set()).add(member.worker_id)
 
@@ -351,7 +357,7 @@ class Stepping:
         core.rates.step(now_s, commit.tokens, commit.credits)
         core.finishing.all_applied(ledger.step)
         donors = core.finishing.donors() if core.finishing.wants_checkpoint(core.state.step) else frozenset()
-        self._last_commit = (StepCommitted(ledger.step, ledger.attempt, rate, clip, norm), donors)
+        self._donors = (ledger.step, donors)
         for holder in core.holders:
             self.repeat_commit(holder)
             if core.state.attempt > 0:
@@ -366,13 +372,21 @@ class Stepping:
 
     def repeat_commit(self, member: Member) -> None:
         """Say the last commit to a holder, if the present step follows it."""
-        if self._last_commit is None or self._last_commit[0].step + 1 != self._core.state.step:
+        commit = self._core.state.commit
+        if commit is None or commit.step + 1 != self._core.state.step:
             return
-        commit, donors = self._last_commit
-        self._core.desk.send(member, replace(commit, snapshot=member.worker_id in donors))
-
-    def forget_commit(self) -> None:
-        self._last_commit = None
+        step, donors = self._donors
+        self._core.desk.send(
+            member,
+            StepCommitted(
+                commit.step,
+                commit.attempt,
+                commit.learning_rate,
+                commit.clip_factor,
+                commit.gradient_norm,
+                snapshot=step == commit.step and member.worker_id in donors,
+            ),
+        )
 
     def _patience_of_plan(self) -> tuple[int, float, float]:
         version = self._core.state.plan_version

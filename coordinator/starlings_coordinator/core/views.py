@@ -25,6 +25,7 @@ def gossip_peers(worker_id: WorkerId, span: Span, spans: Mapping[WorkerId, Span]
 def worker_status(core: Core, member: Member, elapsed_s: float) -> WorkerStatus:
     state, worker_id = core.state, member.worker_id
     span = state.spans.get(worker_id) if core.plan_is_shown else None
+    planned = state.planned.get(worker_id)
     tokens = state.worker_tokens.get(worker_id, 0)
     return WorkerStatus(
         worker_id,
@@ -39,7 +40,7 @@ def worker_status(core: Core, member: Member, elapsed_s: float) -> WorkerStatus:
         dict(member.heartbeat.bytes_sent),
         dict(member.heartbeat.seconds),
         member.probe.memory_bytes if member.probe is not None else 0,
-        core.planned_memory_bytes.get(worker_id, 0),
+        planned.memory_bytes if span is not None and planned is not None else 0,
     )
 
 
