@@ -159,6 +159,60 @@ class JobFinished:
     kind: Literal["job_finished"] = "job_finished"
 
 
+# What the lease book of `async` jobs writes down (lease_book.py). A range of samples is (lease, first, end): positions
+# in the epoch's order, `end` not included.
+LeasedRange = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEpochOpened:
+    """From here on the positions 0 to `samples` - 1 of this epoch are there to be leased."""
+
+    epoch: int
+    samples: int
+    kind: Literal["sample_epoch_opened"] = "sample_epoch_opened"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseBlockGranted:
+    """Written before the worker hears of it. `lease` numbers blocks through the job's life; only this life of the
+    worker (`incarnation`) may acknowledge them.
+    """
+
+    lease: int
+    worker_id: WorkerId
+    incarnation: int
+    epoch: int
+    first: int
+    end: int
+    kind: Literal["lease_block_granted"] = "lease_block_granted"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesAcknowledged:
+    """What one worker reported as trained, at most one record a second.
+
+    `repeated`: reported too late, so that they are or will be trained a second time.
+    """
+
+    worker_id: WorkerId
+    accepted: tuple[LeasedRange, ...]
+    repeated: tuple[LeasedRange, ...] = ()
+    kind: Literal["samples_acknowledged"] = "samples_acknowledged"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseBlockReturned:
+    """What is not acknowledged of the block may be leased again. `in_doubt`: how many of its samples may have been
+    trained without a report, at most.
+    """
+
+    lease: int
+    in_doubt: int
+    reason: str
+    kind: Literal["lease_block_returned"] = "lease_block_returned"
+
+
 Record = (
     WorkerAdmitted
     | WorkerMeasured
@@ -173,6 +227,10 @@ Record = (
     | EvaluationRecorded
     | TextRecorded
     | JobFinished
+    | SampleEpochOpened
+    | LeaseBlockGranted
+    | SamplesAcknowledged
+    | LeaseBlockReturned
 )
 
 _ADAPTER: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])

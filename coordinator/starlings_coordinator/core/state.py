@@ -9,15 +9,20 @@ from typing import assert_never
 
 from pydantic import TypeAdapter, ValidationError
 
+from starlings_coordinator.core.leased import Leased, fold_leased
 from starlings_coordinator.core.records import (
     CheckpointRecorded,
     EvaluationRecorded,
     JobFinished,
+    LeaseBlockGranted,
+    LeaseBlockReturned,
     PlanAdopted,
     PlanDropped,
     PlanLoaded,
     Record,
     RecordError,
+    SampleEpochOpened,
+    SamplesAcknowledged,
     StepRecorded,
     StepRetried,
     StopRecorded,
@@ -85,6 +90,8 @@ class Durable:
     text_prompt_sample: int = 0
     text_tokens: tuple[int, ...] = ()
     finished: JobFinished | None = None
+    # Blocks of samples of an `async` job; empty in `sync`, where leases of an open attempt need no record.
+    leased: Leased = field(default_factory=Leased)
 
     @property
     def restart_version(self) -> int:
@@ -158,6 +165,8 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
             state.finished = record
             state.stop_reason = ""
             state.plan_live = state.plan_loaded = False
+        case SampleEpochOpened() | LeaseBlockGranted() | SamplesAcknowledged() | LeaseBlockReturned():
+            fold_leased(state.leased, record)
         case _:
             assert_never(record)
 

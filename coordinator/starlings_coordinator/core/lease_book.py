@@ -1,0 +1,214 @@
+"""Leases that outlive an outage of the coordinator: which samples of an `async` job are whose, for how long.
+
+A worker leases a *block*: a range of positions in an epoch's order of samples, enough for minutes. It trains them while
+the coordinator is away, and reports ranges as they are done. Promises:
+
+- a sample is acknowledged at most once per epoch, and a block that is not acknowledged always returns;
+- nobody hears of a block before its record is stored (effects leave after records, like everywhere in the core);
+- a life of a worker (`incarnation`) that was replaced can neither lease nor acknowledge;
+- after a restart an unacknowledged block counts as leased until it is reported, or its full lease has run again;
+- what was trained twice is counted. The number is exact for what is reported. What a lost worker trained last is
+  unknown: at most what it may have in flight, for a worker whose lease ran out at most all that it had.
+
+Time is the coordinator's suspend-aware monotonic clock, so wall clocks do not matter, and leases run while the machine
+sleeps, as they do at the workers. No schedule uses this yet: `sync` leases microbatches of one step (ledger.py). It is
+for training with rare exchanges, where a worker must not stop for an outage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from starlings_coordinator.core.leased import LeaseBlock, Leased, free_of
+from starlings_coordinator.core.ranges import Range, Ranges, minus, ranges_of, size, union
+from starlings_coordinator.core.records import (
+    LeaseBlockGranted,
+    LeaseBlockReturned,
+    Record,
+    SampleEpochOpened,
+    SamplesAcknowledged,
+)
+from starlings_protos.messages import WorkerId
+
+# A block that nobody reports of returns after this long, and an outage of the coordinator may last as long.
+LEASE_S = 600.0
+# One record of acknowledgements per worker and second: 100 workers write 100 rows a second at most.
+RECORD_EVERY_S = 1.0
+
+
+@dataclass(slots=True)
+class _Reported:
+    """Judged, and waiting to be recorded; lost in a crash, and then reported again."""
+
+    accepted: dict[int, Ranges] = field(default_factory=dict)
+    repeated: dict[int, Ranges] = field(default_factory=dict)
+
+
+class LeaseBook:
+    """Decides; the records that it hands to `record` are folded at once, by whoever gave it that."""
+
+    def __init__(
+        self,
+        leased: Leased,
+        incarnations: Mapping[WorkerId, int],
+        record: Callable[[Record], None],
+        *,
+        now_s: float,
+        in_flight_samples: int,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        """Also after a restart: every block's full lease begins now.
+
+        Args:
+            leased, incarnations: of the durable state; read here, changed by the fold.
+            in_flight_samples: how many samples a worker may have begun and not reported, at most.
+        """
+        self._leased = leased
+        self._incarnations = incarnations
+        self._record = record
+        self._in_flight_samples = in_flight_samples
+        self._lease_s = lease_s
+        self._runs_out_at_s = dict.fromkeys(leased.blocks, now_s + lease_s)
+        self._reported: dict[WorkerId, _Reported] = {}
+        self._recorded_at_s: dict[WorkerId, float] = {}
+
+    def grant(
+        self, worker_id: WorkerId, count: int, epoch_samples: int, now_s: float
+    ) -> LeaseBlockGranted | None:
+        """Up to `count` samples that lie together, for the present life of the worker: of the oldest epoch that has
+        some, or of a new one with `epoch_samples`. None for a worker that was never admitted, and when `count` is 0.
+        """
+        incarnation = self._incarnations.get(worker_id)
+        if incarnation is None or count < 1 or epoch_samples < 1:
+            return None
+        epoch, free = self._oldest_free()
+        if not free:
+            epoch = self._leased.next_epoch
+            self._record(SampleEpochOpened(epoch, epoch_samples))
+            free = ((0, epoch_samples),)
+        first, end = free[0]
+        granted = LeaseBlockGranted(
+            self._leased.next_lease, worker_id, incarnation, epoch, first, min(end, first + count)
+        )
+        self._record(granted)
+        self._runs_out_at_s[granted.lease] = now_s + self._lease_s
+        return granted
+
+    def _oldest_free(self) -> tuple[int, Ranges]:
+        for epoch in sorted(self._leased.epochs):
+            free = minus(self._leased.epochs[epoch].free, self._reported_late(epoch))
+            if free:
+                return epoch, free
+        return -1, ()
+
+    def _reported_late(self, epoch: int) -> Ranges:
+        """What will be acknowledged of returned blocks with the next record: free only until then."""
+        found: Ranges = ()
+        for reported in self._reported.values():
+            for lease, ranges in reported.accepted.items():
+                returned = self._leased.returned.get(lease)
+                if returned is not None and returned.block.epoch == epoch:
+                    found = union(found, ranges)
+        return found
+
+    def report(
+        self, worker_id: WorkerId, incarnation: int, lease: int, ranges: Iterable[Range], now_s: float
+    ) -> str:
+        """The worker trained these positions of the block; "" when that makes sense, else why not. It may be repeated.
+
+        Acknowledged when the record is stored: `due` writes it within a second.
+        """
+        block = self._known(lease)
+        if block is None:
+            # Wholly acknowledged long ago, a second copy of a report; or a lease that never was.
+            return "" if 0 <= lease < self._leased.next_lease else f"there is no lease {lease}"
+        if (block.worker_id, block.incarnation) != (worker_id, incarnation):
+            return f"lease {lease} is another worker's, or of another life of this one"
+        trained = ranges_of(ranges)
+        if minus(trained, ((block.first, block.end),)):
+            return f"lease {lease} holds samples {block.first} to {block.end - 1} only"
+        reported = self._reported.setdefault(worker_id, _Reported())
+        known = union(reported.accepted.get(lease, ()), reported.repeated.get(lease, ()))
+        new = minus(minus(trained, block.accepted), known)
+        returned = self._leased.returned.get(lease)
+        repeated: Ranges = ()
+        if returned is None:
+            self._runs_out_at_s[lease] = now_s + self._lease_s
+            accepted = new
+        else:
+            new = minus(minus(new, returned.late), returned.repeated)
+            alive = self._incarnations.get(worker_id) == incarnation
+            free = free_of(self._leased, block.epoch, new) if alive else ()
+            accepted = minus(free, self._reported_late(block.epoch))
+            repeated = minus(new, accepted)
+        if accepted:
+            reported.accepted[lease] = union(reported.accepted.get(lease, ()), accepted)
+        if repeated:
+            reported.repeated[lease] = union(reported.repeated.get(lease, ()), repeated)
+        return ""
+
+    def _known(self, lease: int) -> LeaseBlock | None:
+        if lease in self._leased.blocks:
+            return self._leased.blocks[lease]
+        returned = self._leased.returned.get(lease)
+        return returned.block if returned is not None else None
+
+    def give_back(self, worker_id: WorkerId, incarnation: int, lease: int, begun: int, now_s: float) -> str:
+        """The worker will not train the rest; "" when that makes sense, else why not.
+
+        Args:
+            begun: how many samples it began and has not reported.
+        """
+        block = self._leased.blocks.get(lease)
+        if block is None:
+            return ""
+        if (block.worker_id, block.incarnation) != (worker_id, incarnation):
+            return f"lease {lease} is another worker's, or of another life of this one"
+        self._return(lease, max(0, begun), "the worker gave it back", now_s)
+        return ""
+
+    def lost(self, worker_id: WorkerId, reason: str, now_s: float) -> None:
+        """The worker is gone for good: others get at once what it had."""
+        for lease, block in sorted(self._leased.blocks.items()):
+            if block.worker_id == worker_id:
+                self._return(lease, self._in_flight_samples, reason, now_s)
+
+    def due(self, now_s: float) -> None:
+        """Called a few times a second: records what was reported, takes back what nobody works on."""
+        for worker_id in sorted(self._reported):
+            if now_s - self._recorded_at_s.get(worker_id, float("-inf")) >= RECORD_EVERY_S:
+                self._write_down(worker_id, now_s)
+        for lease, block in sorted(self._leased.blocks.items()):
+            if self._incarnations.get(block.worker_id) != block.incarnation:
+                reason = f"a new life of {block.worker_id} began"
+                self._return(lease, self._in_flight_samples, reason, now_s)
+            elif now_s >= self._runs_out_at_s[lease]:
+                # Cut off, perhaps, and training all the while.
+                self._return(lease, block.end - block.first, "its lease ran out", now_s)
+
+    def _write_down(self, worker_id: WorkerId, now_s: float) -> None:
+        reported = self._reported.pop(worker_id, None)
+        if reported is None:
+            return
+        accepted, repeated = _rows(reported.accepted), _rows(reported.repeated)
+        if accepted or repeated:
+            self._recorded_at_s[worker_id] = now_s
+            self._record(SamplesAcknowledged(worker_id, accepted, repeated))
+        for lease in reported.accepted:
+            if lease not in self._leased.blocks:
+                self._runs_out_at_s.pop(lease, None)
+
+    def _return(self, lease: int, in_doubt: int, reason: str, now_s: float) -> None:
+        # What it has reported counts, and the rest alone returns.
+        self._write_down(self._leased.blocks[lease].worker_id, now_s)
+        block = self._leased.blocks.get(lease)
+        if block is not None:
+            self._record(LeaseBlockReturned(lease, min(in_doubt, size(block.remaining)), reason))
+            self._runs_out_at_s.pop(lease, None)
+
+
+def _rows(ranges_by_lease: Mapping[int, Ranges]) -> tuple[tuple[int, int, int], ...]:
+    return tuple(
+        (lease, first, end) for lease, ranges in sorted(ranges_by_lease.items()) for first, end in ranges
+    )
