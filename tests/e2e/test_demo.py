@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -83,6 +84,27 @@ def test_a_worker_that_dies_ends_the_demo_with_its_log(tmp_path: Path) -> None:
     assert "was ended by signal 9" in text
     assert "worker" in text
     assert "Traceback" not in text
+
+
+def test_one_worker_is_killed_on_the_way_and_nothing_is_lost(tmp_path: Path) -> None:
+    done = starlings(
+        "demo", "--steps", "6", "--kill-one-at", "2", "--json", "outcome.json", cwd=tmp_path, within_s=240
+    )
+    assert done.code == 0, done.out + done.err
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    killed = outcome["killed"]
+    assert killed["step"] >= 2
+    assert killed["worker_id"] not in {worker["id"] for worker in outcome["workers"]}
+    assert 0 < killed["noticed_after_s"] < 10
+    assert killed["worker_id"] in killed["said"]
+    assert [point["step"] for point in outcome["loss_curve"]] == list(range(6))
+    assert outcome["samples_leased"] == outcome["samples_trained"] == 6 * 16
+    assert outcome["samples_lost"] == 0
+    # The others went on: nobody was planned anew, and nobody loaded again.
+    kinds = [event["kind"] for event in outcome["events"]]
+    assert "rewind" not in kinds
+    assert kinds.count("training") == 1
+    assert "got SIGKILL in step" in done.out
 
 
 def test_a_foreign_directory_is_left_alone(tmp_path: Path) -> None:

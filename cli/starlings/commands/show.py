@@ -33,6 +33,12 @@ def demo(
     picture: Annotated[
         Path | None, typer.Option(help="Save a picture of the run (SVG).", metavar="FILE")
     ] = None,
+    kill_one_at: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="SIGKILL a worker that shares its stages, in the middle of this step.", metavar="STEP"
+        ),
+    ] = None,
 ) -> None:
     """A whole mixed swarm on this machine: one coordinator, four unlike workers, real text, a real model.
 
@@ -45,9 +51,12 @@ def demo(
         starlings demo
 
         starlings demo --steps 30 --json outcome.json
+
+        starlings demo --kill-one-at 100
     """
     # Imported late: `--help` of any command must not load everything.
     from starlings.demo.run import DemoOptions, run_demo
 
     as_lines = json_file is not None and str(json_file) == "-"
-    run_demo(DemoOptions(workers, steps, seed, directory, None if as_lines else json_file, as_lines, picture))
+    file = None if as_lines else json_file
+    run_demo(DemoOptions(workers, steps, seed, directory, file, as_lines, picture, kill_one_at))

@@ -112,6 +112,14 @@ def final_panel(report: Mapping[str, Any], history: History, loading: str) -> Re
         f"[dim]{report['tokens_per_second']:,.0f} tokens/s, {duration(report['elapsed_s'])} in all, "
         f"{report['samples_lost']} samples lost[/]",
     )
+    if (killed := report.get("killed")) is not None:
+        noticed = killed["noticed_after_s"]
+        how = (
+            f"given up after {noticed:.1f} s" if noticed is not None else "the others did not need to notice"
+        )
+        results.add_row(
+            "killed", f"{killed['name']} in step {killed['step']}", f"[dim]{how}; the others went on[/]"
+        )
     parts: list[RenderableType] = [results]
     if history.last is not None:
         workers = Table.grid(padding=(0, 2))

@@ -22,6 +22,7 @@ from rich.live import Live
 from starlings import children, template
 from starlings.commands.job import loading_lines, prepare_job
 from starlings.demo.fleet import fleet
+from starlings.demo.kill import Kill
 from starlings.demo.report import final_panel, machine_report
 from starlings.demo.swarm import Swarm
 from starlings.failures import CommandError, ExitCode
@@ -50,6 +51,7 @@ class DemoOptions:
     json_file: Path | None
     json_output: bool
     picture: Path | None = None
+    kill_at_step: int | None = None
 
 
 def job_text(options: DemoOptions) -> str:
@@ -100,6 +102,7 @@ def run_demo(options: DemoOptions) -> None:
     _, facts = prepare_job(job_file, job_directory, json_output=options.json_output)
     entropies = {"unigram": facts["unigram_entropy"], "bigram": facts["bigram_entropy"]}
     history = History()
+    kill = Kill(options.kill_at_step) if options.kill_at_step is not None else None
     with Swarm(directory) as swarm:
         invite = swarm.start_coordinator([str(job_directory), "--listen", "127.0.0.1", "--host", "127.0.0.1"])
         for device in fleet(options.workers):
@@ -119,7 +122,7 @@ def run_demo(options: DemoOptions) -> None:
                     str(max(1, (os.cpu_count() or 1) // options.workers)),
                 ],
             )
-        asyncio.run(follow(swarm, job_directory, history, json_output=options.json_output))
+        asyncio.run(follow(swarm, job_directory, history, kill, json_output=options.json_output))
         wait_for_exits(swarm)
     out = directory / "model"
     exported = children.run_heavy(
@@ -131,6 +134,8 @@ def run_demo(options: DemoOptions) -> None:
     report = machine_report(
         history, entropies, out.absolute(), seed=options.seed, elapsed_s=time.monotonic() - begin
     )
+    if kill is not None:
+        report["killed"] = kill.report(history.events)
     if options.json_file is not None:
         options.json_file.write_text(json.dumps(report, indent=1) + "\n")
     panel = final_panel(report, history, loading_lines(out, str(exported.get("family", ""))))
@@ -156,8 +161,10 @@ def save_picture(path: Path, history: History, panel: RenderableType) -> None:
     path.write_text(picture, "utf-8")
 
 
-async def follow(swarm: Swarm, job_directory: Path, history: History, *, json_output: bool) -> None:
-    """Shows the job until it is done.
+async def follow(
+    swarm: Swarm, job_directory: Path, history: History, kill: Kill | None, *, json_output: bool
+) -> None:
+    """Shows the job until it is done; kills a worker on the way if that was asked for.
 
     Raises:
         CommandError: it failed, a process died, or nothing happened for `NO_PROGRESS_S`.
@@ -177,6 +184,8 @@ async def follow(swarm: Swarm, job_directory: Path, history: History, *, json_ou
                     break
             else:
                 fresh = history.add(reply)
+                if kill is not None and kill.look(reply, swarm) and screen is None:
+                    tell_of(kill, json_output=json_output)
                 if screen is not None:
                     screen.update(status_panel(reply, history.losses, history.events))
                 else:
@@ -193,6 +202,11 @@ async def follow(swarm: Swarm, job_directory: Path, history: History, *, json_ou
                 raise CommandError(
                     f"Nothing moved for {NO_PROGRESS_S:.0f} s (waiting for {waiting}).\n{tails}", ExitCode.BUG
                 )
+    if kill is not None and not kill.done:
+        raise CommandError(
+            f"The job was done before step {kill.at_step}: nobody was killed. Choose an earlier step.",
+            ExitCode.USAGE,
+        )
     if history.last is None or history.last.phase != "done":
         last_words = swarm.coordinator.obituary() if swarm.coordinator else ""
         raise CommandError(f"The coordinator left before the job was done.\n{last_words}", ExitCode.BUG)
@@ -246,6 +260,13 @@ def show_plain(
             )
         else:
             say(status_line(reply))
+
+
+def tell_of(kill: Kill, *, json_output: bool) -> None:
+    if json_output:
+        emit({"event": "killed", "worker_id": kill.worker_id, "step": kill.step, "at_s": kill.at_s})
+    else:
+        say(f"{duration(kill.at_s)} killed: {kill.name} ({kill.worker_id}) got SIGKILL in step {kill.step}")
 
 
 def wait_for_exits(swarm: Swarm) -> None:

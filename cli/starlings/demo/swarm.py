@@ -26,6 +26,8 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    # It was killed on purpose: how it ended is no failure.
+    expendable: bool = False
 
     def obituary(self) -> str:
         """How it ended and the tail of its log."""
@@ -119,7 +121,7 @@ class Swarm:
         """Raises CommandError when any process has failed."""
         for child in self.all():
             status = child.process.poll()
-            if status not in (None, 0):
+            if status not in (None, 0) and not child.expendable:
                 raise CommandError(child.obituary(), status if status and 0 < status < 100 else ExitCode.BUG)
 
     def running(self) -> list[Child]:
