@@ -32,6 +32,7 @@ from starlings_job.profile import BlockProfile, Profile
 from starlings_job.spec import JobSpec
 from starlings_protos.messages import (
     Assignment,
+    CatchUpFailed,
     ExchangeOpened,
     ExchangePurpose,
     Finish,
@@ -50,6 +51,7 @@ from starlings_protos.messages import (
     Ready,
     Span,
     Stage,
+    Standby,
     StateReport,
     StateWanted,
     StepCommitted,
@@ -111,6 +113,10 @@ class Fake:
     digest_offset: int = 0
     finished: Finish | None = None
     hello: Hello = field(default_factory=lambda: Hello(WorkerId(""), 1, 1, ""))
+    # Catches up at once, only when `World.catch_up` says so, or not at all.
+    pace: str = "fast"
+    observing: bool = False
+    unheard: list[StepCommitted] = field(default_factory=list)
 
 
 class World:
@@ -286,10 +292,14 @@ class World:
     def _react(self, fake: Fake, message: Any) -> None:
         match message:
             case Welcome():
+                if message.incarnation != fake.incarnation:
+                    fake.observing = False
                 fake.incarnation = message.incarnation
                 if message.probe_now:
                     seconds = {"layer": 0.01, "embed": 0.001, "head": 0.005}
                     self.say(fake, ProbeReport(seconds, seconds, fake.memory_bytes, ("127.0.0.1:9",)))
+            case Assignment() if message.observer or fake.observing:
+                self._observe(fake, message)
             case Assignment():
                 fake.assignment, fake.version, fake.accumulated = message, message.version, {}
                 self.say(fake, Ready(message.plan_version, message.version, self.digests(fake)))
@@ -301,14 +311,47 @@ class World:
                 fake.accumulated = {}
             case ExchangeOpened():
                 self._exchange(fake, message)
+            case StepCommitted() if fake.observing:
+                fake.unheard.append(message)
+                if fake.pace == "fast":
+                    self.catch_up(fake)
             case StepCommitted():
                 fake.version, fake.accumulated = message.step + 1, {}
+            case Standby():
+                fake.observing, fake.unheard = False, []
             case StateWanted():
                 self.say(fake, StateReport(message.version, self.digests(fake), self.core.state.attempt))
             case Finish():
                 fake.finished = message
             case _:
                 pass
+
+    def _observe(self, fake: Fake, message: Assignment) -> None:
+        again, fake.assignment = fake.observing, message
+        fake.observing = message.observer
+        if not message.observer:
+            # From observer to holder, whether or not it has replayed everything.
+            fake.accumulated = {}
+            self.say(fake, LeaseRequest(message.slots))
+        elif not again:
+            fake.version, fake.unheard = message.version, []
+            if fake.pace == "fast":
+                self.catch_up(fake)
+            elif fake.pace == "never":
+                self.say(fake, CatchUpFailed(message.version, "no donor has it"))
+
+    def catch_up(self, fake: Fake) -> None:
+        """It has loaded, and replays what it has heard of."""
+        assert fake.assignment is not None
+        plan = fake.assignment.plan_version
+        if fake.version == fake.assignment.version:
+            self.say(fake, Ready(plan, fake.version, {}))
+        for commit in fake.unheard:
+            assert commit.step == fake.version, "a commit was left out"
+            fake.version += 1
+            groups = [f"stage:{stage}" for stage in fake.assignment.span.stages]
+            self.say(fake, Ready(plan, fake.version, {}, dict.fromkeys(groups, 99 + fake.digest_offset)))
+        fake.unheard = []
 
     def digests(self, fake: Fake) -> dict[str, str]:
         assert fake.assignment is not None

@@ -1,9 +1,9 @@
 """The coordinator's core: `handle(event, now) -> (records, effects)`. No clock, no I/O, no grpc, no torch, no numpy.
 
 `state` is the fold over all records (see state.py). The rest is soft: who is connected, the open ledger,
-timers. Four parts
-share it: `membership` (who is here), `planning` (who holds what), `stepping` (the step transaction),
-`finishing` (the end).
+timers. Five parts
+share it: `membership` (who is here), `planning` (who holds what), `stepping` (the step transaction), `joining`
+(who comes later), `finishing` (the end).
 
 Life of a job: gathering -> planning -> loading -> training -> finishing -> done; a stage without a holder leads
 back to
@@ -37,6 +37,7 @@ from starlings_coordinator.core.events import (
     WorkerSaid,
 )
 from starlings_coordinator.core.finishing import Finishing
+from starlings_coordinator.core.joining import Joining
 from starlings_coordinator.core.ledger import StepLedger
 from starlings_coordinator.core.members import Member
 from starlings_coordinator.core.membership import Membership
@@ -94,6 +95,7 @@ class Core:
         self.membership = Membership(self)
         self.planning = Planning(self)
         self.stepping = Stepping(self)
+        self.joining = Joining(self)
         self.finishing = Finishing(self)
 
     # ------------------------------------------------------------------ the fold
@@ -137,6 +139,7 @@ class Core:
             self.planning.go_on()
             self.stepping.go_on()
             self.finishing.go_on()
+        self.joining.go_on()
 
     @property
     def has_ended(self) -> bool:
@@ -164,9 +167,11 @@ class Core:
             case WorkerSaid():
                 self._said(event)
             case PlanComputed():
-                self.planning.computed(event.reply)
+                if not self.joining.placing.computed(event.reply):
+                    self.planning.computed(event.reply)
             case PlannerFailed():
-                self.planning.planner_failed(event.request_id, event.reason)
+                if not self.joining.placing.planner_failed(event.request_id, event.reason):
+                    self.planning.planner_failed(event.request_id, event.reason)
             case CheckpointSaved():
                 self.finishing.checkpoint_saved(event)
             case CheckpointFailed():
@@ -186,8 +191,6 @@ class Core:
         member.detector.heard(self.now.monotonic_s)
         message = event.message
         match message:
-            case CatchUpFailed():
-                self.dropped_messages += 1
             case Hello():
                 self.dropped_messages += 1  # A stream has one, and it came as WorkerConnected.
             case Heartbeat():
@@ -199,7 +202,10 @@ class Core:
             case Leaving():
                 self.membership.leaving(member, message)
             case Ready():
-                self.planning.ready(member, message)
+                if not self.joining.ready(member, message):
+                    self.planning.ready(member, message)
+            case CatchUpFailed():
+                self.joining.catch_up_failed(member, message)
             case LeaseRequest():
                 member.wish = min(message.count, 1024)
             case MicrobatchDone():
@@ -337,5 +343,6 @@ class Core:
             assert sum(map(len, parts)) == len(ledger.pool) + len(ledger.leases) + len(ledger.done)
             assert set.union(*parts) == set(range(ledger.count)), "a microbatch is nowhere"
             assert sum(map(len, parts)) == ledger.count, "a microbatch is in two places"
+        self.joining.validate()
         assert state.samples_lost == 0, "committed samples are in no gradient"
         assert state.samples_trained == state.step * self.config.job.train.batch

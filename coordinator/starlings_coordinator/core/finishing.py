@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
+from starlings_coordinator.core.digests import disagreement
 from starlings_coordinator.core.effects import SaveCheckpoint
 from starlings_coordinator.core.events import CheckpointFailed, CheckpointSaved
 from starlings_coordinator.core.members import Member
@@ -73,6 +74,7 @@ class Finishing:
         self._text: list[int] = []
         # A version whose snapshots were asked for but perhaps not taken yet, and one that the keeper is pulling.
         self._snapshot_version = -1
+        self._snapshot_donors: frozenset[WorkerId] = frozenset()
         self._saving: tuple[int, float] | None = None
         self._save_failures = 0
         self._save_again_at_s: float | None = None
@@ -111,9 +113,10 @@ class Finishing:
         self._snapshot_version, self._hold_version = -1, -1
         self._save_failures, self._save_again_at_s = 0, None
 
-    def committed(self, snapshot: bool) -> None:
-        if snapshot:
-            self._snapshot_version = self._core.state.step
+    def committed(self, donors: frozenset[WorkerId]) -> None:
+        """`donors` were told to keep a copy of the version that the commit makes."""
+        if donors:
+            self._snapshot_version, self._snapshot_donors = self._core.state.step, donors
 
     def holder_leaves(self, member: Member) -> None:
         """A holder said that it wants to go. If others hold all that it holds, it goes with the step that is under way
@@ -169,15 +172,17 @@ class Finishing:
         """Everybody prepared `step`, so everybody had applied the one before: its snapshots exist."""
         if 0 <= self._snapshot_version <= step:
             if self._saving is None:
-                self._save(self._snapshot_version, {})
+                self._save(self._snapshot_version, {}, self._snapshot_donors)
             self._snapshot_version = -1
 
-    def _save(self, version: int, digests: dict[str, str]) -> None:
+    def _save(self, version: int, digests: dict[str, str], copied: frozenset[WorkerId]) -> None:
         core, state = self._core, self._core.state
         names = core.config.profile.block_names
         donors = []
         for index, stage in enumerate(state.stages):
-            member = core.members[core.holders_of(index)[0]]
+            holders = core.holders_of(index)
+            # Somebody with a lower id may have joined since.
+            member = core.members[next((w for w in holders if w in copied), holders[0])]
             peer: Peer = member.peer(state.spans[member.worker_id], state.stages, core.config.profile, 1)
             donors += [(names[b], (peer,), digests.get(names[b], "")) for b in stage.blocks]
         self._save_again_at_s = None
@@ -199,7 +204,7 @@ class Finishing:
             if report is not None and report.version == version:
                 names = {core.config.profile.block_names[b] for b in core.state.stages[stage].blocks}
                 digests.update({b: d for b, d in report.block_digests.items() if b in names})
-        self._save(version, digests)
+        self._save(version, digests, self.donors())
 
     def checkpoint_saved(self, event: CheckpointSaved) -> None:
         core = self._core
@@ -294,7 +299,7 @@ class Finishing:
             self._snapshot_version = -1
             self._save_end()
         elif core.phase is Phase.FINISHING and self.part in (Part.AGREE, Part.AVERAGE):
-            flaw = core.planning.digest_disagreement({w: r.block_digests for w, r in self._reports.items()})
+            flaw = disagreement({w: r.block_digests for w, r in self._reports.items()})
             if not flaw:
                 # While the keeper pulls the snapshots, evaluation goes on.
                 self._save_end()
@@ -383,7 +388,7 @@ class Finishing:
     @property
     def _forward_lease_s(self) -> float:
         timings = self._core.config.timings
-        return timings.forward_lease_s + self._core.stepping.lease_s - timings.lease_s
+        return timings.forward_lease_s + self._core.stepping.patience.lease_s - timings.lease_s
 
     @property
     def _prompt_sample(self) -> int:

@@ -24,6 +24,7 @@ class MemberState(enum.Enum):
     JOINING = "joining"
     PROBING = "probing"
     STANDBY = "standby"
+    OBSERVING = "observing"
     LOADING = "loading"
     TRAINING = "training"
     LEAVING = "leaving"
@@ -76,7 +77,7 @@ class Member:
             self.here and self.probe is not None and self.leaving is None and self.set_aside_until_s is None
         )
 
-    def plan_worker(self) -> PlanWorker:
+    def plan_worker(self, held: Span | None = None) -> PlanWorker:
         assert self.probe is not None
         return PlanWorker(
             self.worker_id,
@@ -88,6 +89,7 @@ class Member:
             self.hello.host_id,
             self.hello.site,
             self.hello.region,
+            held,
         )
 
     def peer(self, span: Span, stages: tuple[Stage, ...], profile: Profile, slots: int) -> Peer:

@@ -203,6 +203,11 @@ class Membership:
 
     # ------------------------------------------------------------------ probes
 
+    @property
+    def is_measuring(self) -> bool:
+        unmeasured = (MemberState.JOINING, MemberState.PROBING)
+        return any(m.here and m.state in unmeasured for m in self._core.members.values())
+
     def _probe_next(self) -> None:
         """One probe per host at a time: workers of one machine would measure each other."""
         core = self._core
@@ -241,7 +246,7 @@ class Membership:
             member.set_aside_until_s = until_s
             return f"set aside for {wait_s:.0f} s: {why}"
         if self._core.plan_is_live:
-            return "training is under way; this worker takes part from the next plan on"
+            return "training is under way; this worker joins in as soon as there is a place for it"
         return "waits for a plan"
 
     # ------------------------------------------------------------------ going
@@ -298,14 +303,21 @@ class Membership:
 
     def dismiss(self, member: Member, refusal: Refusal | None, reason: str) -> None:
         """Against its will. It may come back, and is planned with again after a while that doubles each time."""
-        core = self._core
-        times = self._set_aside.get(member.worker_id, (0, 0.0, ""))[0] + 1
-        wait_s = min(
-            core.config.timings.set_aside_most_s, core.config.timings.set_aside_s * 2.0 ** (times - 1)
-        )
-        self._set_aside[member.worker_id] = (times, core.now.monotonic_s + wait_s, reason)
-        core.desk.close(member, refusal, reason)
+        self._note_failure(member.worker_id, reason)
+        self._core.desk.close(member, refusal, reason)
         self.lose(member, reason)
+
+    def set_aside(self, member: Member, reason: str) -> None:
+        """The same for who holds nothing and may stay connected."""
+        self._note_failure(member.worker_id, reason)
+        self._core.planning.stand_by(member, self._reason_to_stand_by(member))
+        self._changed()
+
+    def _note_failure(self, worker_id: WorkerId, reason: str) -> None:
+        timings = self._core.config.timings
+        times = self._set_aside.get(worker_id, (0, 0.0, ""))[0] + 1
+        wait_s = min(timings.set_aside_most_s, timings.set_aside_s * 2.0 ** (times - 1))
+        self._set_aside[worker_id] = (times, self._core.now.monotonic_s + wait_s, reason)
 
     def lose(self, member: Member, reason: str, *, announce: bool = True) -> None:
         core = self._core

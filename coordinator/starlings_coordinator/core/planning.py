@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from starlings_coordinator.core.digests import odd_ones
 from starlings_coordinator.core.effects import ComputePlan
 from starlings_coordinator.core.members import Member, MemberState
 from starlings_coordinator.core.phase import Phase
@@ -26,10 +27,12 @@ from starlings_protos.messages import (
     KEEPER,
     Assignment,
     Peer,
+    PlannedWorker,
     PlanReply,
     PlanRequest,
     Ready,
     Span,
+    Stage,
     Standby,
     StepRestarted,
     WorkerId,
@@ -49,7 +52,7 @@ class Planning:
         self._request_id = 0
         self._asked_at_s = 0.0
         # The membership (`Membership.changes`) that the pending or last answer is about.
-        self._asked_about = -1
+        self.asked_about = -1
         self._impossible: tuple[int, str] | None = None
         self._retry: tuple[float, str] | None = None
         # Since when enough workers are there to plan with.
@@ -138,27 +141,30 @@ class Planning:
         return [m for _, m in sorted(self._core.members.items()) if m.usable]
 
     def _ask(self) -> None:
-        core, job = self._core, self._core.config.job
-        self._request_id += 1
+        core = self._core
         self._asked_at_s = core.now.monotonic_s
-        self._asked_about = core.membership.changes
+        self.asked_about = core.membership.changes
         self._retry = None
         core.phase = Phase.PLANNING
         self.waiting = Waiting(ForPlanner(), self._because)
         # The cut is fixed once anything was trained.
         stages = core.state.stages if self.restart_version > 0 else ()
-        core.desk.ask(
-            ComputePlan(
-                PlanRequest(
-                    self._request_id,
-                    tuple(member.plan_worker() for member in self._usable()),
-                    job.job.seed,
-                    job.train.microbatch,
-                    job.microbatches_per_step,
-                    float(bytes_per_parameter(job.train, job.exchange.codec)),
-                    stages,
-                )
-            )
+        core.desk.ask(ComputePlan(self.request(self._usable(), stages, {})))
+
+    def request(
+        self, members: Iterable[Member], stages: tuple[Stage, ...], held: Mapping[WorkerId, Span]
+    ) -> PlanRequest:
+        """The next question for the planner; who holds a span already keeps it."""
+        job = self._core.config.job
+        self._request_id += 1
+        return PlanRequest(
+            self._request_id,
+            tuple(member.plan_worker(held.get(member.worker_id)) for member in members),
+            job.job.seed,
+            job.train.microbatch,
+            job.microbatches_per_step,
+            float(bytes_per_parameter(job.train, job.exchange.codec)),
+            stages,
         )
 
     def _retry_later(self, reason: str) -> None:
@@ -179,10 +185,10 @@ class Planning:
             core.dropped_messages += 1
             return
         core.phase = Phase.GATHERING
-        if core.membership.changes != self._asked_about:
+        if core.membership.changes != self.asked_about:
             return  # Somebody came or went meanwhile: asked again once that has settled.
         if reply.impossible:
-            self._impossible = (self._asked_about, reply.impossible)
+            self._impossible = (self.asked_about, reply.impossible)
             core.desk.announce("plan", f"no plan: {reply.impossible}")
             return
         spans = {p.worker_id: p.span for p in reply.workers if p.span is not None}
@@ -250,29 +256,27 @@ class Planning:
             if span is not None:
                 member.state, member.reason = MemberState.LOADING, "loads its span"
                 member.load_started_at_s = core.now.monotonic_s
-                core.desk.send(member, self._assignment(member, span))
+                core.desk.send(member, self.assignment(member, span))
             elif member.usable:
-                self._stand_by(member, idle_reasons.get(member.worker_id) or "no span fits")
+                self.stand_by(member, idle_reasons.get(member.worker_id) or "no span fits")
 
-    def _stand_by(self, member: Member, reason: str) -> None:
+    def stand_by(self, member: Member, reason: str) -> None:
         if member.state is not MemberState.LEAVING:
             member.state, member.reason = MemberState.STANDBY, reason
         self._core.desk.send(member, Standby(reason))
 
-    def _assignment(self, member: Member, span: Span) -> Assignment:
+    def assignment(self, member: Member, span: Span) -> Assignment:
         core, state, job = self._core, self._core.state, self._core.config.job
         planned = state.planned.get(member.worker_id)
         peers = tuple(
-            core.members[w].peer(other, state.stages, core.config.profile, self._slots_of(w))
-            for w, other in sorted(state.spans.items())
-            if w != member.worker_id and w in core.members
+            self.peer(w) for w in sorted(state.spans) if w != member.worker_id and w in core.members
         )
         return Assignment(
             plan_version=state.plan_version,
             stages=state.stages,
             span=span,
             version=state.step,
-            donors=(Peer(KEEPER, self._keeper_addresses),),
+            donors=(*core.joining.donors_of(member.worker_id), Peer(KEEPER, self._keeper_addresses)),
             peers=peers,
             slots=self._slots_of(member.worker_id),
             recompute=planned.recompute if planned is not None else False,
@@ -283,6 +287,18 @@ class Planning:
             attempt=state.attempt,
             tensor_limit_bytes=core.config.profile.tensor_limit_bytes(job.train.microbatch),
         )
+
+    def peer(self, worker_id: WorkerId) -> Peer:
+        """A holder as others need to know it."""
+        core, state = self._core, self._core.state
+        return core.members[worker_id].peer(
+            state.spans[worker_id], state.stages, core.config.profile, self._slots_of(worker_id)
+        )
+
+    def with_keeper(self, donors: tuple[Peer, ...], version: int) -> tuple[Peer, ...]:
+        """The keeper comes last, if it has `version`."""
+        keeper = (Peer(KEEPER, self._keeper_addresses),) if version in self._keeper_versions else ()
+        return (*donors, *keeper)
 
     def _slots_of(self, worker_id: WorkerId) -> int:
         planned = self._core.state.planned.get(worker_id)
@@ -331,17 +347,6 @@ class Planning:
         core.desk.record(PlanLoaded(core.state.plan_version))
         core.phase = Phase.TRAINING
         core.stepping.begin()
-
-    @staticmethod
-    def digest_disagreement(reports: dict[WorkerId, object]) -> str:
-        seen: dict[str, tuple[str, WorkerId]] = {}
-        for worker_id, digests in sorted(reports.items()):
-            assert isinstance(digests, dict)
-            for block, digest in sorted(digests.items()):
-                first = seen.setdefault(block, (digest, worker_id))
-                if first[0] != digest:
-                    return f"block {block} differs between {first[1]} and {worker_id}"
-        return ""
 
     def _watch_loading(self) -> None:
         core = self._core
@@ -397,14 +402,39 @@ class Planning:
         attempt is void.
         """
         core, state = self._core, self._core.state
+        core.joining.remind(member)
         core.stepping.repeat_commit(member)
-        core.desk.send(member, self._assignment(member, state.spans[member.worker_id]))
+        core.desk.send(member, self.assignment(member, state.spans[member.worker_id]))
         reason = f"{member.worker_id} was disconnected for a moment"
         if core.phase is Phase.TRAINING:
             core.stepping.retry(reason, futile=False)
         elif core.phase is Phase.FINISHING:
             core.stepping.announce_attempt(reason)
             core.finishing.begin()
+
+    def admit(self, planned: Mapping[WorkerId, PlannedWorker], reason: str) -> None:
+        """Further holders from the present step on, which nobody knows of yet: so its attempt stays as it is."""
+        core, state = self._core, self._core.state
+        spans = state.spans | {w: p.span for w, p in planned.items() if p.span is not None}
+        core.desk.record(
+            PlanAdopted(
+                state.plan_version + 1,
+                state.stages,
+                tuple(sorted(spans.items())),
+                state.step,
+                state.attempt,
+                reason,
+                tuple(planned[w] for w in sorted(planned)),
+                loads=False,
+            )
+        )
+        core.desk.announce("plan", f"plan {state.plan_version}: {reason}")
+        for worker_id in planned:
+            newcomer = core.members[worker_id]
+            newcomer.state, newcomer.reason = MemberState.TRAINING, ""
+            newcomer.ready, newcomer.wish = None, 0
+        for holder in core.holders:
+            core.desk.send(holder, self.assignment(holder, state.spans[holder.worker_id]))
 
     def _reissue(self, spans: dict[WorkerId, Span], reason: str) -> None:
         core, state = self._core, self._core.state
@@ -421,7 +451,7 @@ class Planning:
         )
         core.desk.announce("plan", f"plan {state.plan_version}: step {state.step} begins again: {reason}")
         for holder in core.holders:
-            core.desk.send(holder, self._assignment(holder, state.spans[holder.worker_id]))
+            core.desk.send(holder, self.assignment(holder, state.spans[holder.worker_id]))
             core.desk.send(holder, StepRestarted(state.step, state.attempt, reason))
         if core.phase is Phase.TRAINING:
             core.stepping.open_ledger()
@@ -435,7 +465,7 @@ class Planning:
         core.desk.announce("gathering", reason)
         for holder in core.holders:
             if holder.leaving is None:
-                self._stand_by(holder, reason)
+                self.stand_by(holder, reason)
         core.ledger = None
         core.phase = Phase.GATHERING
         core.finishing.reset()
@@ -444,17 +474,3 @@ class Planning:
             member.ready = None
             if member.leaving is not None:
                 core.membership.release(member)
-
-
-def odd_ones(reports: Mapping[WorkerId, Mapping[str, str]]) -> set[WorkerId]:
-    """Who holds some block unlike most of its replicas; of two unlike halves, the one without the lowest id."""
-    holders: dict[str, dict[str, list[WorkerId]]] = {}
-    for worker_id, digests in sorted(reports.items()):
-        for block, digest in digests.items():
-            holders.setdefault(block, {}).setdefault(digest, []).append(worker_id)
-    odd: set[WorkerId] = set()
-    for groups in holders.values():
-        # `max` keeps the first of equals, which holds the lowest id.
-        most = max(groups.values(), key=len)
-        odd |= {w for group in groups.values() if group is not most for w in group}
-    return odd

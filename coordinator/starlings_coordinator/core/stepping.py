@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from starlings_coordinator.core.ledger import Flaw, StepLedger
 from starlings_coordinator.core.members import Member
+from starlings_coordinator.core.patience import Patience
 from starlings_coordinator.core.phase import Phase
 from starlings_coordinator.core.records import StepRecorded, StepRetried
 from starlings_job.sampling import samples_of_step
@@ -25,7 +26,6 @@ from starlings_protos.messages import (
     MicrobatchKey,
     PeerUnreachable,
     Prepared,
-    Span,
     StepCommitted,
     StepRestarted,
     WorkerId,
@@ -48,8 +48,7 @@ class Stepping:
         self._link_trouble: set[WorkerId] = set()
         # Who was reported as unreachable in this attempt, and by whom.
         self._accusations: dict[WorkerId, set[WorkerId]] = {}
-        # Patience under the present plan, seconds.
-        self._patience: tuple[int, float, float] = (-1, 0.0, 0.0)
+        self.patience = Patience(core)
         # Who was to keep a copy at which commit, for those who missed it.
         self._donors: tuple[int, frozenset[WorkerId]] = (-1, frozenset())
 
@@ -124,7 +123,7 @@ class Stepping:
                 wishing.remove(member)
             key = MicrobatchKey(LeaseKind.TRAIN, ledger.step, ledger.attempt, index)
             granted.setdefault(member.worker_id, []).append(
-                Lease(key, ledger.samples_of(index), ledger.loss_denominator, self.lease_s)
+                Lease(key, ledger.samples_of(index), ledger.loss_denominator, self.patience.lease_s)
             )
         for worker_id, leases in granted.items():
             core.desk.send(core.members[worker_id], LeaseGrant(tuple(leases)))
@@ -225,7 +224,7 @@ class Stepping:
             )
             core.desk.send(
                 holder,
-                ExchangeOpened(state.step, state.attempt, mine, self.exchange_s, purpose),
+                ExchangeOpened(state.step, state.attempt, mine, self.patience.exchange_s, purpose),
             )
 
     def _shares(self, members: tuple[WorkerId, ...]) -> list[float]:
@@ -357,7 +356,7 @@ class Stepping:
         core.rates.step(now_s, commit.tokens, commit.credits)
         core.finishing.all_applied(ledger.step)
         donors = core.finishing.donors() if core.finishing.wants_checkpoint(core.state.step) else frozenset()
-        self._donors = (ledger.step, donors)
+        self._donors = (ledger.step, donors | core.joining.start(ledger))
         for holder in core.holders:
             self.repeat_commit(holder)
             if core.state.attempt > 0:
@@ -365,7 +364,8 @@ class Stepping:
                 core.desk.send(
                     holder, StepRestarted(core.state.step, core.state.attempt, "this step is done again")
                 )
-        core.finishing.committed(bool(donors))
+        core.finishing.committed(donors)
+        core.joining.committed()
         self._new_step()
         self.open_ledger()
         core.finishing.let_go()
@@ -387,46 +387,6 @@ class Stepping:
                 snapshot=step == commit.step and member.worker_id in donors,
             ),
         )
-
-    def _patience_of_plan(self) -> tuple[int, float, float]:
-        version = self._core.state.plan_version
-        if self._patience[0] != version:
-            self._patience = (version, self._exchange_patience_s(), self._lease_patience_s())
-        return self._patience
-
-    @property
-    def exchange_s(self) -> float:
-        return self._patience_of_plan()[1]
-
-    @property
-    def lease_s(self) -> float:
-        return self._patience_of_plan()[2]
-
-    def _exchange_patience_s(self) -> float:
-        """Patience with an exchange: the least, and time to send the largest span's gradient thrice both ways."""
-        core = self._core
-        largest = max(map(self._parameters, core.state.spans.values()), default=0)
-        probes = [holder.probe for holder in core.holders if holder.probe is not None]
-        rates = [probe.uplink_bytes_per_s for probe in probes if probe.uplink_bytes_per_s > 0]
-        slowest = max(1e5, min([*rates, core.config.timings.unknown_uplink_bytes_per_s]))
-        return core.config.timings.exchange_s + 3 * 2 * 4 * largest / slowest
-
-    def _parameters(self, span: Span) -> int:
-        stages = self._core.state.stages
-        first, last = stages[span.first_stage].first_block, stages[span.last_stage].last_block
-        return self._core.config.profile.stage_parameters(first, last)
-
-    def _lease_patience_s(self) -> float:
-        """Patience with a lease: the least, and twenty passes through full queues of the slowest holders."""
-        core = self._core
-        slowest = [0.0] * len(core.state.stages)
-        for holder in core.holders:
-            span = core.state.spans[holder.worker_id]
-            peer = holder.peer(span, core.state.stages, core.config.profile, 1) if holder.probe else None
-            for at, stage in enumerate(span.stages if peer is not None else ()):
-                assert peer is not None
-                slowest[stage] = max(slowest[stage], peer.forward_seconds[at] + peer.backward_seconds[at])
-        return core.config.timings.lease_s + 20 * 8 * sum(slowest)
 
     def retry(self, reason: str, *, futile: bool = True) -> None:
         """The attempt is void: its gradient is forgotten everywhere and its samples are leased again.
@@ -457,19 +417,22 @@ class Stepping:
         core, ledger, now_s = self._core, self._core.ledger, self._core.now.monotonic_s
         assert ledger is not None
         timings = core.config.timings
-        if ledger.opened_at_s is not None and now_s - ledger.opened_at_s > self.exchange_s + timings.retry_s:
+        if (
+            ledger.opened_at_s is not None
+            and now_s - ledger.opened_at_s > self.patience.exchange_s + timings.retry_s
+        ):
             missing = [h for h in core.holders if h.worker_id not in ledger.prepared]
             for member in missing:
                 member.strikes += 1
             self.retry(
-                f"not prepared within {self.exchange_s:.0f} s: {', '.join(m.worker_id for m in missing)}"
+                f"not prepared within {self.patience.exchange_s:.0f} s: {', '.join(m.worker_id for m in missing)}"
             )
             self._drop_offenders()
             return
         oldest = next(iter(ledger.leases.values()), None)
         if oldest is None or now_s - oldest.granted_at_s <= timings.lease_s:
             return
-        patience_s = self.lease_s
+        patience_s = self.patience.lease_s
         for index, lease in ledger.leases.items():
             if now_s - lease.granted_at_s > patience_s:
                 if (holder := core.members.get(lease.worker_id)) is not None:
