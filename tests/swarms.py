@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from starlings import template
+from starlings.demo.kill import kill_at_once
 from starlings.demo.swarm import Child, Swarm
 from starlings.owner_client import OwnerClient
 from starlings.views.status import History
@@ -115,13 +116,23 @@ class LiveSwarm:
     def __enter__(self) -> LiveSwarm:
         self.swarm.__enter__()
         try:
-            self.invite = self.swarm.start_coordinator(
-                [str(self.job), "--listen", "127.0.0.1", "--port", "0", "--enrolment-port", "0"]
-            )
+            self.start_coordinator()
         except BaseException:
             self.swarm.close()
             raise
         return self
+
+    def start_coordinator(self) -> None:
+        self.invite = self.swarm.start_coordinator(
+            [str(self.job), "--listen", "127.0.0.1", "--port", "0", "--enrolment-port", "0"]
+        )
+
+    def kill_coordinator(self) -> None:
+        """SIGKILL to it and its children at once."""
+        coordinator = self.swarm.coordinator
+        assert coordinator is not None
+        kill_at_once(coordinator.process)
+        coordinator.process.wait(10)
 
     def __exit__(self, *error: Any) -> None:
         self.swarm.close()

@@ -10,6 +10,8 @@ import shutil
 from dataclasses import dataclass
 from typing import Any
 
+import grpc.aio
+
 from starlings_coordinator.addresses import advertised_hosts, local_host
 from starlings_coordinator.clock import SystemClock
 from starlings_coordinator.core.config import CoreConfig
@@ -28,6 +30,7 @@ from starlings_coordinator.options import (
     CoordinatorOptions,
     Endpoints,
     Observer,
+    port_of,
 )
 from starlings_coordinator.owner import OwnerDesk
 from starlings_coordinator.planner_link import PlannerLink
@@ -48,6 +51,7 @@ from starlings_protos.channels import (
     make_server,
     server_credentials,
 )
+from starlings_protos.errors import PortBusy
 from starlings_protos.identity import COORDINATOR, OWNER
 from starlings_protos.peers import CONTROL_POLICY, RoleGuard
 from starlings_protos.private_files import write_private
@@ -219,8 +223,12 @@ class Coordinator:
         """Raises PortBusy or UsageError."""
         host, (control, enrolment, _) = self.options.listen_host, self._ports()
         credentials = server_credentials(lambda: self.authority.identity(COORDINATOR))
-        control = bind(self.control, host, control, credentials)
-        enrolment = bind(self.enrolment, host, enrolment, enrolment_credentials(self.authority.ca))
+        killed = Endpoints.of_killed(self.options.directory / "owner" / ENDPOINTS_FILE)
+        before = (port_of(killed.control), port_of(killed.enrolment)) if killed is not None else (0, 0)
+        control = _bind(self.control, host, control, before[0], credentials)
+        enrolment = _bind(
+            self.enrolment, host, enrolment, before[1], enrolment_credentials(self.authority.ca)
+        )
         hosts = [f"{h}:{control}" for h in self.hosts]
         local = f"{local_host(host)}:{control}"
         self.authority.serve_at([f"{h}:{enrolment}" for h in self.hosts], hosts)
@@ -278,6 +286,16 @@ class Coordinator:
         await asyncio.gather(*(child.stop() for child in self.children))
         with contextlib.suppress(FileNotFoundError):
             (self.options.directory / "owner" / ENDPOINTS_FILE).unlink()
+
+
+def _bind(
+    server: grpc.aio.Server, host: str, port: int, before: int, credentials: grpc.ServerCredentials
+) -> int:
+    """Opens `port`. With 0 the port of `before` is tried first: workers look for a killed coordinator there."""
+    if port == 0 and before:
+        with contextlib.suppress(PortBusy):
+            return bind(server, host, before, credentials)
+    return bind(server, host, port, credentials)
 
 
 def _line(status: StatusReply) -> str:

@@ -65,6 +65,9 @@ def json_lines(kind: str, fields: Mapping[str, Any]) -> None:
     print(line, file=sys.stdout, flush=True)
 
 
+FILE_LIMIT_BYTES = 64 << 10
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoints:
     """Where a running coordinator listens. Written to `owner/coordinator.json` for the commands of this machine."""
@@ -77,3 +80,19 @@ class Endpoints:
     def to_json(self) -> bytes:
         record = {"control": self.control, "enrolment": self.enrolment, "process_id": self.process_id}
         return json.dumps(record, indent=1).encode()
+
+    @classmethod
+    def of_killed(cls, file: Path) -> Endpoints | None:
+        """Of a coordinator that was killed, and so left its file behind; None when there is none, or it is damaged."""
+        try:
+            with file.open("rb") as opened:
+                record = json.loads(opened.read(FILE_LIMIT_BYTES))
+            return cls(tuple(record["control"]), tuple(record["enrolment"]), int(record["process_id"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def port_of(addresses: tuple[str, ...]) -> int:
+    """The port of the first address; 0 when there is none."""
+    port = addresses[0].rpartition(":")[2] if addresses else ""
+    return int(port) if port.isascii() and port.isdigit() and int(port) < 1 << 16 else 0

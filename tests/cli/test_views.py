@@ -54,6 +54,17 @@ def test_history_appends_only_what_is_new(recorded: Recorded) -> None:
     assert history.losses == [*before, (before[-1][0] + 1, 2.0)]
 
 
+def test_history_goes_on_when_a_restarted_coordinator_counts_from_one() -> None:
+    history = status.History()
+    history.add(
+        control_pb2.StatusReply(events=[control_pb2.Event(sequence=n, kind="join") for n in (1, 2, 3)])
+    )
+    again = control_pb2.StatusReply(events=[control_pb2.Event(sequence=1, kind="restarted")])
+    assert [event.kind for event in history.add(again)] == ["restarted"]
+    assert history.add(again) == []
+    assert len(history.events) == 4
+
+
 def test_a_waiting_job_says_what_for(recorded: Recorded) -> None:
     reply = recorded("gathering")
     assert "needs 3.1 GB more for stages 4-5" in status.status_line(reply)

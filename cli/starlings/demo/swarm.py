@@ -75,7 +75,8 @@ class Swarm:
         """
         child = self._start("coordinator", ["coordinator", *arguments, "--json"], {}, read=True)
         self.coordinator = child
-        threading.Thread(target=self._listen, args=(child,), daemon=True).start()
+        self._said = queue.Queue()
+        threading.Thread(target=self._listen, args=(child, self._said), daemon=True).start()
         deadline = time.monotonic() + within_s
         while True:
             try:
@@ -91,13 +92,14 @@ class Swarm:
             if "invite" in record:
                 return str(record["invite"])
 
-    def _listen(self, child: Child) -> None:
+    @staticmethod
+    def _listen(child: Child, said: queue.Queue[Mapping[str, Any] | None]) -> None:
         """Drains the coordinator's stdout to its end, so that its pipe never fills."""
         assert child.process.stdout is not None
         with contextlib.suppress(ValueError):
             for record in children.json_lines(child.process.stdout):
-                self._said.put(record)
-        self._said.put(None)
+                said.put(record)
+        said.put(None)
 
     def start_worker(
         self, invite: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None

@@ -51,6 +51,10 @@ class History:
 
     def add(self, reply: control_pb2.StatusReply) -> list[control_pb2.Event]:
         """Remembers the reply; returns the events that were not seen before."""
+        newest = max((event.sequence for event in reply.events), default=self._seen_event)
+        if newest < self._seen_event:
+            # A coordinator that was started again counts from the beginning.
+            self._seen_event = 0
         fresh = [e for e in reply.events if e.sequence > self._seen_event]
         for event in fresh:
             self._seen_event = max(self._seen_event, event.sequence)
