@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from starlings_job.families import FAMILIES
 from starlings_job.presets import PRESETS
 from starlings_job.spec import JobSpec, parse_job
 
@@ -39,7 +40,9 @@ COMMENTS: Mapping[str, str] = {
     "job.seed": "Weights, held-out split and the order of samples all follow from it.",
     "job.tokens": "Train on this many tokens, then evaluate, save and end; a larger number later continues.",
     "model.preset": "One of " + ", ".join(sorted(PRESETS)) + ".",
-    "model.config": "Or a Hugging Face config.json (families llama and gpt2): weights start at random.",
+    "model.config": "Or a Hugging Face config.json: weights start at random. Families: "
+    + ", ".join(FAMILIES)
+    + ".",
     "model.from": "Or a Hugging Face directory with config.json and safetensors: weights start from there.",
     "model.untie": "Give the input and the output embedding weights of their own.",
     "data.source": '"stdlib" (Python\'s own sources), "shapes" (drawn images), or globs like "texts/**/*.txt".',

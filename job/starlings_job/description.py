@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from starlings_job.configuration import checked_config
 from starlings_job.errors import JobFileError
-from starlings_job.families import (
-    FACTORY_ARGUMENTS,
-    FAMILIES,
-    Family,
-    checked_config,
-    factory_block_count,
-)
+from starlings_job.factories import checked_factory, factory_block_count
+from starlings_job.families import FAMILIES
+from starlings_job.family import Family
 
 FORMAT = 1
 JSON_LIMIT_BYTES = 1 << 20
@@ -62,9 +59,9 @@ class ModelDescription:
 
     def kind(self, block: str) -> str:
         """Blocks of one kind cost alike: one of each is measured. Each child of a Sequential is its own."""
-        if not self.is_language_model:
-            return block
-        return "layer" if block.startswith("layers.") else block
+        if self.is_language_model and block.startswith("layers."):
+            return self.rules.layer_kind(self.config, int(block[7:]))
+        return block
 
     @property
     def vocabulary_size(self) -> int:
@@ -89,6 +86,16 @@ class ModelDescription:
         if self.is_language_model:
             return self.rules.hugging_face_name(block, name)
         return f"{block.removeprefix('layers.')}.{name}"
+
+    def published_names(self, block: str, name: str) -> tuple[str, ...]:
+        """The tensors of a checkpoint on disk that are, one after another, this parameter; mostly one."""
+        if self.is_language_model:
+            return self.rules.published_names(self.config, block, name)
+        return (self.hugging_face_name(block, name),)
+
+    def pieces(self, name: str) -> tuple[str, ...]:
+        """The names inside its block under which a checkpoint may hold a parameter in pieces; () for most."""
+        return self.rules.pieces(self.config, name) if self.is_language_model else ()
 
     def locate(self, hugging_face_name: str) -> tuple[str, str] | None:
         """The inverse of `hugging_face_name`; None for names of no parameter."""
@@ -169,7 +176,7 @@ def describe(
         JobFileError: unknown family, or a configuration that is not allowed.
     """
     if family == SEQUENTIAL:
-        return ModelDescription(family, _checked_factory(config, where), trainable)
+        return ModelDescription(family, checked_factory(config, where), trainable)
     rules = FAMILIES.get(family)
     if rules is None:
         raise JobFileError(
@@ -197,21 +204,3 @@ def describe_config_file(path: Path, *, untie: bool, trainable: tuple[str, ...])
     if family == SEQUENTIAL:
         raw.pop("model_type")
     return describe(family, raw, str(path), untie=untie, trainable=trainable)
-
-
-def _checked_factory(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    factory = config.get("factory")
-    checks = FACTORY_ARGUMENTS.get(factory) if isinstance(factory, str) else None
-    if checks is None:
-        raise JobFileError(
-            f"{where}: no factory {str(factory)[:60]!r}; allowed: {', '.join(FACTORY_ARGUMENTS)}"
-        )
-    for key, value in config.items():
-        if key != "factory" and (key not in checks or checks[key](value)):
-            raise JobFileError(
-                f"{where}: {factory} {key} = {str(value)[:60]} is not allowed; has {', '.join(checks)}"
-            )
-    missing = [key for key in checks if key not in config]
-    if missing:
-        raise JobFileError(f"{where}: {factory} needs {', '.join(missing)}")
-    return dict(config)

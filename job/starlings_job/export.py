@@ -108,7 +108,22 @@ def _whole_state(url: str, version: int, description: ModelDescription) -> dict[
                 copies[block, inner] = tensor
                 if (block, inner) == tied[1]:
                     continue
-            state[description.hugging_face_name(block, inner)] = tensor
+            names = description.published_names(block, inner)
+            pieces = description.pieces(inner)
+            state |= _pieces(tensor, names) if pieces else {names[0]: tensor}
     if tied is not None and copies[tied[0]].data != copies[tied[1]].data:
         raise ExportError(f"version {version}: the two copies of the tied embedding differ")
     return state
+
+
+def _pieces(stacked: RawTensor, names: tuple[str, ...]) -> dict[str, RawTensor]:
+    """A parameter of all experts, (experts, rows, columns), as the tensors of published checkpoints: an equal
+    share of an expert's rows each.
+    """
+    experts, rows, columns = stacked.shape
+    shape = (experts * rows // len(names), columns)
+    size = stacked.data.nbytes // len(names)
+    return {
+        name: RawTensor(stacked.data_type, shape, stacked.data[i * size : (i + 1) * size])
+        for i, name in enumerate(names)
+    }

@@ -90,17 +90,17 @@ def load_whole(
 ) -> nn.Module:
     """The whole model with version 0 of the weights; frozen parameters do not require a gradient."""
     model = whole_model(description, seed=0)
-    parameters = dict(model.named_parameters())
+    # A tied output embedding is the input embedding itself.
+    parameters = {description.locate(name): parameter for name, parameter in model.named_parameters()}
     url = version_url or weights_url(job_dir)
     with torch.no_grad():
         for block in description.blocks:
             for name, raw in read_block(url, 0, block).items():
                 inner = name.removeprefix(PARAMETER)
-                full = description.hugging_face_name(block, inner)
-                # A tied output embedding is the input embedding itself.
-                if full in parameters:
-                    parameters[full].copy_(torch_tensor(raw))
-                    parameters[full].requires_grad_(description.is_trainable(block, inner))
+                parameter = parameters.get((block, inner))
+                if parameter is not None:
+                    parameter.copy_(torch_tensor(raw))
+                    parameter.requires_grad_(description.is_trainable(block, inner))
     return model
 
 

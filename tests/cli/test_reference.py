@@ -9,6 +9,7 @@ from typer.main import get_command
 
 from starlings import template
 from starlings.main import app
+from starlings_job.families import FAMILIES
 from starlings_job.spec import JobSpec
 from starlings_protos.errors import ExitCode
 
@@ -35,6 +36,13 @@ def test_every_command_is_listed() -> None:
     command = get_command(app)
     for name in command.commands:  # type: ignore[attr-defined]
         assert f"`starlings {name}" in text, name
+
+
+def test_every_family_of_models_is_listed() -> None:
+    text = REFERENCE.read_text("utf-8")
+    models = text[text.index("## Models") : text.index("## job.toml")]
+    rows = [line.split("|")[1] for line in models.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(FAMILIES)
 
 
 def test_every_exit_code_is_listed() -> None:

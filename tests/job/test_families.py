@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from starlings_job.description import ModelDescription, describe, describe_config_file
 from starlings_job.errors import JobFileError
+from support.small_families import SMALL
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 256,
@@ -48,10 +50,127 @@ def test_what_a_configuration_must_not_say(extra: dict[str, Any], said: str) -> 
         ModelDescription.from_record(record)
 
 
+@pytest.mark.parametrize(
+    ("family", "extra", "said"),
+    [
+        ("qwen3", {"auto_map": {"AutoModel": "x.Y"}}, "delete the key if Hugging Face's own qwen3 code"),
+        ("qwen3", {"attn_implementation": "kernels-community/paged"}, "must be one of sdpa, eager"),
+        (
+            "qwen3",
+            {"experts_implementation": "deepgemm"},
+            "'experts_implementation' is not allowed for qwen3",
+        ),
+        ("qwen3", {"head_dim": None}, "whole number"),
+        ("qwen3", {"head_dim": 15}, "the number must be even"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "1 entries for num_hidden_layers = 4"),
+        ("qwen3", {"layer_types": ["linear_attention"] * 4}, "list of full_attention and sliding_attention"),
+        (
+            "qwen3",
+            {"layer_types": ["sliding_attention"] * 4, "use_sliding_window": False},
+            "but there is no sliding_window",
+        ),
+        ("qwen3_moe", {"experts_implementation": "sonicmoe"}, "is not allowed for qwen3_moe"),
+        ("qwen3_moe", {"output_router_logits": True}, "must be false (the auxiliary loss is not trained)"),
+        ("qwen3_moe", {"num_experts_per_tok": 25}, "is more than num_experts = 24"),
+        ("qwen3_moe", {"num_experts": 10**6}, "whole number from 1 to 4096"),
+        ("qwen3_moe", {"moe_intermediate_size": 20}, "must be a multiple of 8"),
+        ("qwen3_moe", {"mlp_only_layers": [4]}, "names layer 4, which there is not"),
+        ("qwen3_moe", {"mlp_only_layers": ["0"]}, "list of layer numbers"),
+        ("mistral", {"sliding_window": 0}, "whole number from 1"),
+        ("mistral", {"num_key_value_heads": None}, "whole number"),
+        ("olmo2", {"pad_token_id": 97}, "pad_token_id = 97 is outside the vocabulary of 97"),
+        ("olmo2", {"clip_qkv": 8}, "key 'clip_qkv' is not allowed for olmo2"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1]}}, "type must be one of default"),
+        ("phi3", {"attention_bias": True}, "must be false"),
+        ("gpt_neox", {"rotary_pct": 2}, "must be a number from 0.01 to 1"),
+        ("gpt_neox", {"hidden_size": 30}, "not a multiple of 4 heads"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "2 entries for num_hidden_layers = 4"),
+        ("smollm3", {"no_rope_layers": [1, 2, 1, 1]}, "list of zeros and ones"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "must be null"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "must be false"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "table of the tables full_attention"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "dynamic"}}},
+            "sliding_attention rope_type must be one of",
+        ),
+        ("gemma3_text", {"sliding_window": None}, "but there is no sliding_window"),
+        ("gemma3_text", {"vision_config": {}}, "key 'vision_config' is not allowed"),
+    ],
+)
+def test_what_the_other_families_must_not_say(family: str, extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(JobFileError) as caught:
+        describe(family, {**SMALL[family], **extra}, "config.json")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# What else published configurations say: taken, or dropped where it has no meaning here.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "max_window_layers": 28,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "qwen3_moe": {
+        "decoder_sparse_step": 1,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "rope_theta": 1000000.0,
+    },
+    "mistral": {"rope_theta": 10000.0, "sliding_window": 4096},
+    "olmo2": {"attention_bias": False, "rope_scaling": None, "rope_theta": 500000},
+    "phi3": {
+        "attention_bias": False,
+        "embd_pdrop": 0.0,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": None,
+        "sliding_window": 2047,
+    },
+    "gpt_neox": {"classifier_dropout": 0.1, "rope_scaling": None, "use_parallel_residual": True},
+    "smollm3": {
+        "max_window_layers": 28,
+        "mlp_bias": False,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "pretraining_tp": 2,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "gemma3_text": {
+        "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": None,
+        "eos_token_id": [1, 106],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_scaling": None,
+        "sliding_window_pattern": 6,
+    },
+}
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_what_published_configurations_of_the_other_families_say(family: str) -> None:
+    common = {
+        "architectures": ["X"],
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+    }
+    described = describe(family, {**SMALL[family], **common, **PUBLISHED[family]}, "config.json")
+    assert described.layer_count == 4
+    assert described.tied == (family in ("smollm3", "gemma3_text"))
+    assert len(described.config.get("no_rope_layers", [0] * 4)) == 4
+    assert described.context_tokens == 64
+    assert describe(family, described.config, "again") == replace(described, notes=())
+
+
 def test_missing_keys_and_unknown_families_are_named() -> None:
     with pytest.raises(JobFileError, match="num_hidden_layers missing"):
         describe("llama", {k: v for k, v in LLAMA.items() if k != "num_hidden_layers"}, "config.json")
-    with pytest.raises(JobFileError, match=r"'mamba' is not supported; allowed: llama, gpt2$"):
+    with pytest.raises(JobFileError, match=r"'mamba' is not supported; allowed: llama, gpt2, qwen3, "):
         describe("mamba", {}, "config.json")
     with pytest.raises(JobFileError, match=r"no factory 'os\.system'"):
         describe("sequential", {"factory": "os.system"}, "config.json")
@@ -120,6 +239,16 @@ def test_descriptions_survive_json() -> None:
                 ("head", "ln_f.weight"): "transformer.ln_f.weight",
             },
         ),
+        (
+            "gpt_neox",
+            SMALL["gpt_neox"],
+            {
+                ("embed", "embed_in.weight"): "gpt_neox.embed_in.weight",
+                ("layers.3", "attention.dense.bias"): "gpt_neox.layers.3.attention.dense.bias",
+                ("head", "final_layer_norm.bias"): "gpt_neox.final_layer_norm.bias",
+                ("head", "lm_head.weight"): "lm_head.weight",
+            },
+        ),
     ],
 )
 def test_names_go_both_ways(family: str, config: dict[str, Any], pairs: dict[tuple[str, str], str]) -> None:
@@ -129,6 +258,7 @@ def test_names_go_both_ways(family: str, config: dict[str, Any], pairs: dict[tup
         assert described.locate(full) == (block, name)
         # Published checkpoints of base models lack the prefix.
         assert described.locate(full.removeprefix(described.rules.base + ".")) == (block, name)
+    assert described.locate(described.rules.published_output) == ("head", "lm_head.weight")
     assert described.locate("something.else") is None
     assert described.locate(f"{described.rules.base}.{described.rules.layer_list}.x.y") is None
 

@@ -16,6 +16,7 @@ from starlings_job.presets import PRESETS
 from starlings_job.profile import BlockProfile, Profile, ProfileError
 from starlings_job.records import DatasetMeta
 from starlings_job.spec import JobSpec, PreparedSection, parse_job
+from support.small_families import SMALL
 
 DESCRIPTION = describe("llama", PRESETS["micro"].config, "preset")
 META = DatasetMeta(
@@ -39,6 +40,14 @@ def read_job(data: bytes) -> None:
 PARSERS: dict[str, tuple[Callable[[bytes], Any], bytes, type[Exception]]] = {
     "job": (read_job, JOB.to_json(), JobError),
     "model": (ModelDescription.from_json, DESCRIPTION.to_json().encode(), JobError),
+    **{
+        family: (
+            ModelDescription.from_json,
+            describe(family, SMALL[family], "x").to_json().encode(),
+            JobError,
+        )
+        for family in ("qwen3_moe", "smollm3", "gemma3_text")
+    },
     "dataset": (DatasetMeta.from_json, META.to_json().encode(), JobError),
     "profile": (Profile.from_json, PROFILE.to_json(), ProfileError),
     "manifest": (Manifest.from_json, MANIFEST.to_json(), CheckpointError),

@@ -16,6 +16,7 @@ from starlings_worker.errors import EngineFault
 from starlings_worker.optimizer import AdamW
 from starlings_worker.runs import Runner
 from starlings_worker.stage import TIED, HeldSpan
+from support.small_families import SMALL
 
 torch.set_num_threads(1)
 
@@ -34,11 +35,17 @@ CPU = torch.device("cpu")
 STAGES = (Stage(0, 1), Stage(2, 2), Stage(3, 4))
 
 
+CONFIGS = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    # Experts that no token reaches, and an embedding scale, local layers and a tied output.
+    **{f: {**SMALL[f], "vocab_size": 64, "num_hidden_layers": 3} for f in ("qwen3_moe", "gemma3_text")},
+}
+
+
 def _describe(family: str, **changes: object) -> ModelDescription:
     trainable = tuple(changes.pop("trainable", ("*",)))  # type: ignore[arg-type]
-    return describe(
-        family, {**(LLAMA if family == "llama" else GPT2), **changes}, "test", trainable=trainable
-    )
+    return describe(family, {**CONFIGS[family], **changes}, "test", trainable=trainable)
 
 
 def _hold(description: ModelDescription, span: Span, version: int = 0) -> HeldSpan:
@@ -93,6 +100,9 @@ def _pipeline(holders: list[tuple[HeldSpan, Runner]], batch, denominator: float)
         ("gpt2", {"tie_word_embeddings": False}),
         ("gpt2", {"tie_word_embeddings": True}),
         ("llama", {"trainable": ("*.mlp.*", "*norm*")}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"trainable": ("*.experts.*", "*norm*")}),
+        ("gemma3_text", {}),
     ],
 )
 def test_spans_compute_the_whole_models_loss_and_gradient(family: str, changes: dict, recompute: bool):
@@ -195,8 +205,9 @@ def test_a_loss_that_is_not_finite_fails_the_microbatch():
         _pipeline([(held, runner)], _batch(), 1.0)
 
 
-def test_bfloat16_autocast_keeps_float32_weights_and_gradients():
-    description = _describe("llama")
+@pytest.mark.parametrize("family", CONFIGS)
+def test_bfloat16_autocast_keeps_float32_weights_and_gradients(family: str):
+    description = _describe(family)
     held = _hold(description, Span(0, 2))
     plain, _ = _pipeline([(held, Runner(held, loss_sum, recompute=False, bf16=False))], _batch(), 64.0)
     exact = {name: v.gradient.clone() for name, v in held.vectors.items()}

@@ -19,8 +19,16 @@ def _attention_flops(
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
 
-# The counter knows every attention kernel except the CPU's.
-_COUNTED_TOO = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+def _grouped_flops(rows: tuple[int, ...], experts: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """(rows, k) times (experts, k, n): each row meets one expert, so only active experts count."""
+    return 2 * rows[0] * rows[1] * experts[-1]
+
+
+# What the counter does not know: the CPU's attention kernel, and the product of many experts at once.
+_COUNTED_TOO = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._grouped_mm: _grouped_flops,
+}
 
 
 def measure_profile(
