@@ -93,6 +93,11 @@ def state_frames(blocks: Sequence[ServedBlock], offset: int = 0) -> Iterator[dat
             skip = max(0, skip - data.nbytes)
 
 
+# Where a block's tensors shall be written, by its header: one writable view of bytes for each, in order.
+# Raises StateTransferError when the header announces something else than what there is room for.
+Place = Callable[[data_pb2.Header], Sequence[memoryview]]
+
+
 class BlockInbox:
     """Assembles one block from one or several transfers.
 
@@ -100,14 +105,23 @@ class BlockInbox:
     whose hash is wrong is dropped alone.
     """
 
-    def __init__(self, version: int, block: str, limit_bytes: int) -> None:
-        """`limit_bytes`: no block may be larger; checked before anything is allocated."""
+    def __init__(self, version: int, block: str, limit_bytes: int, place: Place | None = None) -> None:
+        """
+        Args:
+            limit_bytes: no block may be larger; checked before anything is allocated.
+            place: writes bytes where they belong, so that no block is held twice; what is there counts only when the
+                block is complete. Without it buffers grow with the bytes that arrive.
+        """
         self._version = version
         self._block = block
         self._limit_bytes = limit_bytes
+        self._place = place
         self._header: data_pb2.Header | None = None
-        self._buffers: list[bytearray] = []
+        self._buffers: list[bytearray | memoryview] = []
+        # The tensor that is being filled, how many of its bytes are here, and their hash.
         self._position = 0
+        self._filled = 0
+        self._hash = hashlib.sha256()
         # A transfer begins with a header; chunks without one are refused.
         self._in_transfer = False
 
@@ -116,9 +130,7 @@ class BlockInbox:
         """Bytes of the block that are here already."""
         if self._header is None:
             return 0
-        return sum(t.byte_count for t in self._header.tensors[: self._position]) + (
-            len(self._buffers[self._position]) if self._position < len(self._buffers) else 0
-        )
+        return sum(t.byte_count for t in self._header.tensors[: self._position]) + self._filled
 
     @property
     def complete(self) -> bool:
@@ -163,13 +175,19 @@ class BlockInbox:
             # Another donor's bytes differ (another numeric class): halves of two donors must never be mixed.
             resumed = self.offset > 0
             self._header, self._buffers, self._position = None, [], 0
+            self._begin_tensor()
             if resumed:
                 raise StateTransferError(
                     f"this donor's block {self._block} differs from the one begun; starting anew"
                 )
+        if self._place is None:
+            self._buffers = [bytearray() for _ in header.tensors]
+        else:
+            self._buffers = list(self._place(header))
+            assert [b.nbytes for b in self._buffers] == [t.byte_count for t in header.tensors]  # type: ignore[union-attr]
         self._header = data_pb2.Header.FromString(header.SerializeToString())
-        self._buffers = [bytearray() for _ in header.tensors]
         self._position = 0
+        self._begin_tensor()
         self._close_full_tensors()
 
     def _accept_chunk(self, chunk: bytes) -> None:
@@ -180,22 +198,38 @@ class BlockInbox:
         while view:
             if self.complete:
                 raise StateTransferError(f"more bytes than the header of block {self._block} says")
+            piece = view[: self._header.tensors[self._position].byte_count - self._filled]
             buffer = self._buffers[self._position]
-            missing = self._header.tensors[self._position].byte_count - len(buffer)
-            buffer += view[:missing]
-            view = view[missing:]
+            if isinstance(buffer, bytearray):
+                buffer += piece
+            else:
+                buffer[self._filled : self._filled + len(piece)] = piece
+            self._hash.update(piece)
+            self._filled += len(piece)
+            view = view[len(piece) :]
             self._close_full_tensors()
 
     def _close_full_tensors(self) -> None:
         assert self._header is not None
         while not self.complete:
-            tensor, buffer = self._header.tensors[self._position], self._buffers[self._position]
-            if len(buffer) < tensor.byte_count:
+            tensor = self._header.tensors[self._position]
+            if self._filled < tensor.byte_count:
                 return
-            if hashlib.sha256(buffer).hexdigest() != tensor.sha256:
-                self._buffers[self._position] = bytearray()
+            sound = self._hash.hexdigest() == tensor.sha256
+            self._begin_tensor()
+            if not sound:
+                if self._place is None:
+                    self._buffers[self._position] = bytearray()
                 raise StateTransferError(f"the bytes of {self._block}/{tensor.name} do not match their hash")
             self._position += 1
+
+    def _begin_tensor(self) -> None:
+        self._filled, self._hash = 0, hashlib.sha256()
+
+
+def announced(header: data_pb2.Header) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The tensors that a checked header promises: name -> (safetensors' type, shape)."""
+    return {t.name: (_NAMES[t.data_type], tuple(t.shape)) for t in header.tensors}
 
 
 def _check_header(header: data_pb2.Header, version: int, block: str, limit_bytes: int) -> None:

@@ -22,7 +22,7 @@ from starlings_protos.messages import (
     WorkerId,
 )
 from starlings_simulator.symbolic import Device, require, whole_route
-from starlings_worker.core.effects import ApplyStep
+from starlings_worker.core.effects import ApplyStep, ReplayStep
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Checker:
         )
         self.highest_version = max(self.highest_version, message.step + 1)
 
-    def applied(self, worker_id: WorkerId, device: Device, effect: ApplyStep) -> None:
+    def applied(self, worker_id: WorkerId, device: Device, effect: ApplyStep | ReplayStep) -> None:
         commit = self.committed.get(effect.step)
         require(commit is not None, f"{worker_id} applies step {effect.step}, which was not committed")
         assert commit is not None
@@ -91,15 +91,17 @@ class Checker:
 
     def holds(self, worker_id: WorkerId, device: Device) -> None:
         for block, state in device.states.items():
-            key = (device.version, block, device.numeric_class)
+            key = (device.version, block, device.numeric_class + device.lineage)
             known = self.states.setdefault(key, state)
             require(
                 known == state,
                 f"{worker_id} has {state} as block {block} at version {device.version}, others have {known}",
             )
 
-    def loaded(self, worker_id: WorkerId, device: Device) -> None:
+    def loaded(self, worker_id: WorkerId, device: Device, *, observes: bool = False) -> None:
         """A span came from the keeper; where classes differ, its state is of one class and now everybody's."""
+        if observes and len({numeric_class for _, _, numeric_class in self.states}) > 1:
+            device.lineage = f" as {worker_id} copied it at version {device.version}"
         if len({numeric_class for _, _, numeric_class in self.states} | {device.numeric_class}) > 1:
             for block, state in device.states.items():
                 self.states[device.version, block, device.numeric_class] = state

@@ -37,6 +37,7 @@ from starlings_worker.core.effects import (
     Load,
     OpenExchange,
     ReducePart,
+    ReplayStep,
     SendControl,
 )
 from starlings_worker.core.events import (
@@ -53,6 +54,7 @@ from starlings_worker.core.events import (
     SpanLoaded,
     StateDigested,
     StepApplied,
+    StepReplayed,
     Ticked,
 )
 
@@ -68,6 +70,7 @@ def assignment(
     plan_version: int = 1,
     step: int = 0,
     attempt: int = 0,
+    observer: bool = False,
 ) -> Assignment:
     """A plan with one block per stage; every peer needs 10 ms forward and 20 ms backward per stage."""
     return Assignment(
@@ -96,6 +99,7 @@ def assignment(
         step=step,
         attempt=attempt,
         tensor_limit_bytes=1 << 20,
+        observer=observer,
     )
 
 
@@ -178,6 +182,8 @@ class Driver:
                 return AggregateAssembled(effect.step, effect.attempt, effect.group, 99, 2.5)
             case ApplyStep():
                 return StepApplied(effect.step)
+            case ReplayStep():
+                return StepReplayed(effect.step, {"stage:0": 99 + effect.step})
             case AdoptState() | DigestState():
                 return StateDigested(effect.version, {"embed": f"v{effect.version}"})
 

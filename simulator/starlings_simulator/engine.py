@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlings_protos.messages import (
+    Assignment,
     ExchangeHeader,
     LeaseGrant,
     LeaseKind,
@@ -33,9 +34,11 @@ from starlings_worker.core.effects import (
     Effect,
     ForgetMicrobatch,
     ForgetPart,
+    KeepHistory,
     Load,
     OpenExchange,
     ReducePart,
+    ReplayStep,
     SendControl,
     SendMicrobatch,
     SendPart,
@@ -64,14 +67,18 @@ from starlings_worker.core.events import (
     PartNotSent,
     PartReduced,
     PartSent,
+    ReplayFailed,
     SpanLoaded,
     StateDigested,
     StepApplied,
+    StepReplayed,
     Ticked,
 )
 
 PartKey = tuple[Leg, int, int, str, int, WorkerId]
 TICK_S = 0.25
+_REPLAY_TRIES = 20
+_REPLAY_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +122,8 @@ class Engine:
         self.device: Device | None = None
         self.tensors: dict[MicrobatchKey, Tensors] = {}
         self.parts: dict[PartKey, Piece] = {}
+        self._donors: tuple[WorkerId, ...] = ()
+        self._replay_tries = 0
         network.receivers[spec.worker_id] = Receiver(process, self.admit, self.arrived, self.aborted)
         self._tick()
 
@@ -209,10 +218,13 @@ class Engine:
                 self._send_part(effect)
             case UpdatePeers():
                 self.world.checker.assigned(effect.assignment)
+                self._meet(effect.assignment)
             case ForgetMicrobatch():
                 self.tensors.pop(effect.key, None)
             case ForgetPart():
                 self.parts.pop(part_key(effect.leg, effect.header, effect.sender), None)
+            case KeepHistory():
+                self._keep_history(effect)
             case Stop():
                 self._stopped(effect)
             case _:
@@ -309,6 +321,8 @@ class Engine:
                         del self.parts[key]
                 self.world.checker.holds(self.spec.worker_id, device)
                 self.handle(StepApplied(effect.step))
+            case ReplayStep():
+                self._replay(device, effect)
             case AdoptState() | DigestState():
                 if isinstance(effect, AdoptState):
                     device.adopt()
@@ -322,6 +336,7 @@ class Engine:
 
     def _load(self, effect: Load) -> None:
         assignment = effect.assignment
+        self._meet(assignment)
         self.tensors = {}
         self.parts.clear()
         self.device = None
@@ -333,9 +348,43 @@ class Engine:
             assignment.stages, assignment.span, assignment.version, states, self.spec.numeric_class
         )
         self.world.checker.assigned(assignment)
-        self.world.checker.loaded(self.spec.worker_id, self.device)
+        self.world.checker.loaded(self.spec.worker_id, self.device, observes=assignment.observer)
         digests = self.device.digests(self.world.block_names)
         self.handle(SpanLoaded(assignment.plan_version, assignment.version, digests))
+
+    def _meet(self, assignment: Assignment) -> None:
+        if assignment.donors or assignment.observer:
+            self._donors = tuple(peer.worker_id for peer in assignment.donors)
+
+    def _keep_history(self, effect: KeepHistory) -> None:
+        """Once nobody asks any more it is kept on: the last observer may need one more step."""
+        if self.device is None or effect.updates_from is None:
+            return
+        self.device.keeps_from = effect.updates_from
+        for step in [s for s in self.device.history if s < effect.updates_from]:
+            del self.device.history[step]
+
+    def _replay(self, device: Device, effect: ReplayStep) -> None:
+        found = {
+            group: piece
+            for group in device.groups()
+            for donor in self._donors
+            if (piece := self.world.fetch_update(donor, effect.step, group)) is not None
+        }
+        if len(found) < len(device.groups()):
+            # A donor that has not applied the step yet will do so soon.
+            self._replay_tries += 1
+            if self._replay_tries < _REPLAY_TRIES:
+                again = lambda: self.process.deliver(lambda: self._replay(device, effect))  # noqa: E731
+                self.world.clock.after(_REPLAY_AGAIN_S, again)
+                return
+            self._replay_tries = 0
+            self.handle(ReplayFailed(effect.step, "no donor keeps its update"))
+            return
+        self._replay_tries = 0
+        device.replay(effect.step, found, effect.learning_rate, effect.clip_factor)
+        self.world.checker.holds(self.spec.worker_id, device)
+        self.handle(StepReplayed(effect.step, {g: int(fingerprint(p), 16) for g, p in found.items()}))
 
     def _forward(self, device: Device, effect: ComputeForward, seconds: float) -> None:
         key = effect.key

@@ -18,7 +18,7 @@ from starlings_simulator.host import Host, HostSpec
 from starlings_simulator.network import Conditions, Network
 from starlings_simulator.plans import draw_plan
 from starlings_simulator.scenario import Fault, FaultKind, Scenario
-from starlings_simulator.symbolic import require
+from starlings_simulator.symbolic import Device, Piece, require
 from starlings_simulator.transcript import Transcript
 from starlings_simulator.world import World
 from starlings_worker.core.core import WorkerCore
@@ -117,7 +117,12 @@ class Simulation:
         self.scenario = scenario
         names = block_names(scenario.blocks)
         self.world = World(
-            names, count_targets, make_worker_core, self._fetch, Checker(scenario.microbatches)
+            names,
+            count_targets,
+            make_worker_core,
+            self._fetch,
+            Checker(scenario.microbatches),
+            self._fetch_update,
         )
         seed = scenario.seed
         self.network = Network(
@@ -173,12 +178,23 @@ class Simulation:
 
     def _fetch(self, assignment: Assignment, worker_id: WorkerId) -> dict[int, str] | None:
         blocks = [block for stage in assignment.span.stages for block in assignment.stages[stage].blocks]
+        found: dict[int, str] = {}
         for donor in assignment.donors:
             if donor.worker_id == KEEPER:
-                saved = self.keeper.saved.get(assignment.version)
-                if saved is not None:
-                    return {block: saved[block] for block in blocks}
-        return None
+                found |= self.keeper.saved.get(assignment.version) or {}
+            elif (device := self._device_of(donor.worker_id)) is not None:
+                found |= device.snapshots.get(assignment.version) or {}
+        return {block: found[block] for block in blocks} if set(blocks) <= set(found) else None
+
+    def _fetch_update(self, donor: WorkerId, step: int, group: str) -> Piece | None:
+        device = self._device_of(donor)
+        return device.history.get(step, {}).get(group) if device is not None else None
+
+    def _device_of(self, worker_id: WorkerId) -> Device | None:
+        """What a living engine holds."""
+        host = self.hosts.get(worker_id)
+        engine = host.engine if host is not None else None
+        return engine.device if engine is not None and engine.process.alive else None
 
     # ------------------------------------------------------------------ faults
 

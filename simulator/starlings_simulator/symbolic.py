@@ -99,9 +99,14 @@ class Device:
     version: int
     states: dict[int, str]
     numeric_class: str = ""
+    # Set where the first state came from replicas of another numeric class: then it need not equal its own class's.
+    lineage: str = ""
     gradients: dict[int, Counter[Tag]] = field(default_factory=dict)
     vectors: dict[str, Vector] = field(default_factory=dict)
     snapshots: dict[int, dict[int, str]] = field(default_factory=dict)
+    # What was exchanged in applied steps, from `keeps_from` on: late joiners replay it.
+    history: dict[int, dict[str, Piece]] = field(default_factory=dict)
+    keeps_from: int | None = None
 
     # ------------------------------------------------------------------ microbatches
 
@@ -211,6 +216,8 @@ class Device:
 
     def apply(self, step: int, rate: float, clip: float, *, snapshot: bool) -> None:
         require(self.version == step, f"step {step} applied to version {self.version}")
+        if self.keeps_from is not None and step >= self.keeps_from:
+            self.history[step] = {n: v.assembled for n, v in self.vectors.items() if v.assembled is not None}
         for stage in self.span.stages:
             vector = self.vectors[f"stage:{stage}"]
             for block in self.stages[stage].blocks:
@@ -221,6 +228,17 @@ class Device:
         self.clear()
         if snapshot:
             self.snapshots[self.version] = dict(self.states)
+
+    def groups(self) -> list[str]:
+        """The stages' groups: what a replay needs."""
+        return [f"stage:{stage}" for stage in self.span.stages]
+
+    def replay(self, step: int, pieces: dict[str, Piece], rate: float, clip: float) -> None:
+        """Another worker's aggregates, applied as one's own would be."""
+        for name, piece in pieces.items():
+            group = ExchangeGroup(name, ())
+            self.vectors[name] = Vector(group, ExchangePurpose.GRADIENT, 0, (), assembled=piece)
+        self.apply(step, rate, clip, snapshot=False)
 
     def adopt(self) -> None:
         """The weighted mean of equal states is that state; of different ones it is a new state, the same for

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from starlings_protos.messages import Assignment, WorkerId
 from starlings_simulator.checker import Checker
 from starlings_simulator.clock import Clock
+from starlings_simulator.symbolic import Piece
 from starlings_simulator.transcript import Transcript
 from starlings_worker.core.core import WorkerCore
 
@@ -21,6 +22,8 @@ class World:
     make_worker_core: Callable[[WorkerId, int], WorkerCore]
     fetch: Callable[[Assignment, WorkerId], dict[int, str] | None]
     checker: Checker
+    # (donor, step, group) -> what that group exchanged then, if the donor can be reached and keeps it.
+    fetch_update: Callable[[WorkerId, int, str], Piece | None] = lambda *_: None
     clock: Clock = field(default_factory=Clock)
     transcript: Transcript = field(default_factory=Transcript)
     events: int = 0

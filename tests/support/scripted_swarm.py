@@ -94,6 +94,7 @@ class Engine:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     probe: ProbeReport | None = None
     span: Span | None = None
+    observes: bool = False
     inbox: asyncio.Queue[ToCoordinator] = field(default_factory=asyncio.Queue)
     failure: str = ""
     log: list[str] = field(default_factory=list)
@@ -155,8 +156,7 @@ class Engine:
 class ScriptedSwarm:
     """`async with ScriptedSwarm(job_directory) as swarm: await swarm.start({}, {})`: two engines.
 
-    Engines are dear (an import of torch each), so one swarm may serve many tests: `use` gives all engines a
-    new life, with the same job or another.
+    Engines are dear (an import of torch each): `use` gives all a new life, with the same job or another.
     """
 
     def __init__(self, job_directory: Path) -> None:
@@ -182,7 +182,7 @@ class ScriptedSwarm:
         self._adopt(job_directory)
         self.incarnation += 1
         for engine in self.engines:
-            engine.span = None
+            engine.span, engine.observes = None, False
             self.welcome(engine, probe_now=False)
             while not engine.inbox.empty():
                 engine.inbox.get_nowait()
@@ -283,31 +283,61 @@ class ScriptedSwarm:
         holders = [e for e in self.engines if e.id in spans]
         for engine in holders:
             engine.span = spans[engine.id]
-            peers = tuple(
-                Peer(e.id, e.addresses, spans[e.id], self.incarnation, slots=slots)
-                for e in holders
-                if e is not engine
-            )
-            engine.say(
-                Assignment(
-                    self.plan_version,
-                    self.stages,
-                    engine.span,
-                    version,
-                    tuple(Peer(d.id, d.addresses) for d in donors) or (self._keeper,),
-                    peers,
-                    slots,
-                    recompute,
-                    "all",
-                    (),
-                    1,
-                    version,
-                    0,
-                    self.profile.tensor_limit_bytes(self.job.train.microbatch),
-                    self.signed(engine.id, engine.span),
-                )
-            )
+        for engine in holders:
+            engine.say(self.assignment(engine, version, donors, slots=slots, recompute=recompute))
         return {e.id: await e.next(Ready) for e in holders}
+
+    def assignment(
+        self,
+        engine: Engine,
+        version: int,
+        donors: Sequence[Engine] = (),
+        *,
+        slots: int = 4,
+        recompute: bool = False,
+        observer: bool = False,
+    ) -> Assignment:
+        """Of `engine.span`, among those that hold one."""
+        assert engine.span is not None
+        peers = tuple(
+            Peer(e.id, e.addresses, e.span, self.incarnation, slots=slots)
+            for e in self.engines
+            if e is not engine and e.span is not None and not e.observes
+        )
+        return Assignment(
+            self.plan_version,
+            self.stages,
+            engine.span,
+            version,
+            tuple(Peer(d.id, d.addresses, d.span) for d in donors) or (self._keeper,),
+            peers,
+            slots,
+            recompute,
+            "all",
+            (),
+            1,
+            version,
+            0,
+            self.profile.tensor_limit_bytes(self.job.train.microbatch),
+            self.signed(engine.id, engine.span),
+            observer,
+        )
+
+    def observe(self, engine: Engine, span: Span, version: int, donors: Sequence[Engine]) -> None:
+        """`engine` catches up from `version`, which its donors were told to keep."""
+        engine.span, engine.observes = span, True
+        engine.say(self.assignment(engine, version, donors, observer=True))
+
+    def admit(self, engine: Engine, version: int) -> None:
+        """It takes part from step `version` on."""
+        engine.observes = False
+        self.plan_version += 1
+        for holder in self.holding:
+            holder.say(self.assignment(holder, version))
+
+    @property
+    def holding(self) -> list[Engine]:
+        return [e for e in self.engines if e.span is not None and not e.observes]
 
     def signed(self, worker_id: str, span: Span | None, **changes: Any) -> SignedAssignment:
         """The coordinator's word for a worker; `changes` go into the claim."""
@@ -324,7 +354,7 @@ class ScriptedSwarm:
         return sign_assignment(self.key, AssignmentClaim(**{**values, **changes}))
 
     def holders(self, stage: int) -> list[Engine]:
-        return [e for e in self.engines if e.span is not None and stage in e.span]
+        return [e for e in self.holding if e.span is not None and stage in e.span]
 
     # ---------------------------------------------------------------- steps
 
@@ -407,12 +437,12 @@ class ScriptedSwarm:
         last = f"stage:{len(self.stages) - 1}"
         weights["tied"] = {**weights.get("stage:0", {}), **weights.get(last, {})}
         groups = self.groups(weights)
-        for engine in self.engines:
+        for engine in self.holding:
             mine = tuple(
                 g for _, g in sorted(groups.items()) if any(m.worker_id == engine.id for m in g.members)
             )
             engine.say(ExchangeOpened(step, attempt, mine, 30.0, purpose))
-        prepared = [await e.next(Prepared) for e in self.engines]
+        prepared = [await e.next(Prepared) for e in self.holding]
         self.check(prepared)
         return prepared
 
@@ -439,9 +469,9 @@ class ScriptedSwarm:
         return norms
 
     async def state(self, version: int, *, snapshot: bool = False) -> list[StateReport]:
-        for engine in self.engines:
+        for engine in self.holding:
             engine.say(StateWanted(version, snapshot))
-        return [await e.next(StateReport) for e in self.engines]
+        return [await e.next(StateReport) for e in self.holding]
 
     # ---------------------------------------------------------------- after training
 

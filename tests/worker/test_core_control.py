@@ -139,7 +139,7 @@ def test_a_worker_without_a_place_in_the_plan_drops_everything() -> None:
     driver.hear(Standby("the model is held by others"))
     driver.compute()
     assert driver.one(ForgetMicrobatch).key == train_key(0)
-    assert driver.core.standby_reason == "the model is held by others"
+    assert driver.core.placement.standby_reason == "the model is held by others"
     driver.tick(10.0)
     assert driver.effects == []
     driver.hear(StepCommitted(0, 0, 0.1, 1.0, 1.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -20,6 +21,7 @@ from starlings_protos.messages import (
     MicrobatchKey,
     Receipt,
     Refusal,
+    Retain,
     Standby,
     StateWanted,
     StepCommitted,
@@ -47,7 +49,9 @@ from starlings_worker.core.events import (
     PartArrived,
     PartNotSent,
     PartSent,
+    ReplayFailed,
     StepApplied,
+    StepReplayed,
 )
 
 WORKERS = [WorkerId(name) for name in ("a", "b", "c", "me", "z")]
@@ -131,6 +135,7 @@ class Monkey:
                         plan_version=self.plan_version,
                         step=self.step(),
                         attempt=attempt,
+                        observer=rng.random() < 0.3,
                     )
                 )
             case 1 | 2 | 3:
@@ -176,12 +181,18 @@ class Monkey:
                             PartArrived(leg, self.part(), self.worker()),
                             ExchangePrepared(self.step(), 0, "stage:0"),
                             StepApplied(self.step()),
+                            StepReplayed(self.step(), {}),
+                            ReplayFailed(self.step(), ""),
                             LoadFailed(self.plan_version, ""),
                         ]
                     )
                 )
             case 16 if rng.random() < 0.2:
                 driver.hear(Standby("no span fits"))
+            case 16:
+                driver.hear(Retain((self.step(),), rng.random() < 0.5, self.step()))
+            case 18 if driver.core.observing.active:
+                self.be_told_of_progress()
             case 17 if self.sends:
                 self.finish_a_send()
             case _:
@@ -206,11 +217,34 @@ class Monkey:
                 else MicrobatchNotSent(send.direction, key, send.to, self.rng.random() < 0.5, refusal, "")
             )
 
+    def be_told_of_progress(self) -> None:
+        """The others go on while this worker observes; sometimes it is let in."""
+        driver, rng, observing = self.driver, self.rng, self.driver.core.observing
+        old = driver.core.assignment
+        assert old is not None
+        if rng.random() < 0.5:
+            for _ in range(rng.randrange(3)):
+                driver.hear(StepCommitted(observing.version_ahead, rng.randrange(3), 0.1, 1.0, 1.0, False))
+                if not observing.active:
+                    return
+            return
+        self.plan_version += 1
+        step = observing.version_ahead + rng.choice([0, 0, 0, 1])
+        changes = {
+            "plan_version": self.plan_version,
+            "version": step,
+            "step": step,
+            "attempt": rng.randrange(3),
+        }
+        driver.hear(dataclasses.replace(old, observer=rng.random() < 0.1, **changes))
+
     def finish_on_the_device(self) -> None:
         running = self.driver.core.device.running
         if running is None:
             return
         outcome = self.driver.outcome(running)
+        if isinstance(outcome, StepReplayed) and self.rng.random() < 0.1:
+            outcome = ReplayFailed(outcome.step, "no donor keeps it")
         if isinstance(outcome, ExchangePrepared) and self.rng.random() < 0.1:
             outcome = ExchangeRefused(
                 outcome.step, outcome.attempt, outcome.group, WorkerId("me"), "not finite"

@@ -20,10 +20,13 @@ from starlings_protos import channels, data_pb2, data_pb2_grpc
 from starlings_protos.assignments import assignment_metadata
 from starlings_protos.errors import refusal_of
 from starlings_protos.messages import (
+    CatchUpFailed,
     ExchangeOpened,
     ExchangePurpose,
     Finish,
+    Ready,
     Refusal,
+    Retain,
     SignedAssignment,
     Span,
     Stage,
@@ -168,6 +171,50 @@ async def test_other_jobs_in_new_lives(
     digests = _agreed(await swarm.state(3))
     if name == "tied":
         assert set(digests) == set(swarm.job.description.blocks)
+
+
+async def test_a_late_joiner_catches_up_while_the_others_go_on(swarm: ScriptedSwarm, folder: Path):
+    """Two donors, of which each has a group of its own and one in common; lossy exchange, so with error feedback. The
+    joiner loads version 2 while the donors train steps 2 to 5, and ends with their bits, the optimizer's too.
+    """
+    await swarm.use(prepare_job(folder / "late", exchange="int8:128", pipeline="int8:128"))
+    a, b, c = swarm.engines
+    await swarm.assign(THREE, {a.id: Span(0, 1), b.id: Span(1, 2)})
+    await swarm.step(0)
+    for donor in (a, b):
+        donor.say(Retain((2,), True, 2))
+    await swarm.step(1, snapshot=True)
+    swarm.observe(c, Span(0, 2), 2, (a, b))
+    digests: dict[str, int] = {}
+    for step in range(2, 6):
+        _, prepared = await swarm.step(step, snapshot=step == 4)
+        digests = {g.group: g.aggregate_digest for report in prepared for g in report.groups}
+    ready = await c.next(Ready)
+    while ready.version < 6:
+        ready = await c.next(Ready)
+    assert ready.aggregate_digests == digests
+    swarm.admit(c, 6)
+    for donor in (a, b):
+        donor.say(Retain())
+    _, prepared = await swarm.step(6)
+    assert sum(len(g.microbatches) for p in prepared for g in p.groups) == 3 * swarm.job.microbatches_per_step
+    assert set(_agreed(await swarm.state(7))) == set(swarm.job.description.blocks)
+
+
+async def test_an_update_that_no_donor_keeps_is_said(swarm: ScriptedSwarm, plain_job: Path):
+    """The donors were told to keep the version, not the updates."""
+    await swarm.use(plain_job)
+    a, b, c = swarm.engines
+    await swarm.assign(THREE, {a.id: Span(0, 2), b.id: Span(0, 2)})
+    for donor in (a, b):
+        donor.say(Retain((1,)))
+    await swarm.step(0, snapshot=True)
+    swarm.observe(c, Span(1, 1), 1, (a, b))
+    assert (await c.next(Ready)).version == 1
+    await swarm.step(1)
+    failed = await c.next(CatchUpFailed)
+    assert failed.version == 1
+    assert "not kept" in failed.reason
 
 
 async def test_an_attempt_that_was_given_up_leaves_nothing_behind(

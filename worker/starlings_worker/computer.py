@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 import torch
@@ -15,6 +15,7 @@ from starlings_compression.codec import make_codec
 from starlings_job.model import Batch, build_stage, decode_prompt, decode_records, loss_sum
 from starlings_job.spec import JobSpec
 from starlings_protos.messages import LeaseKind, MicrobatchKey, WorkerId
+from starlings_protos.state_transfer import ServedBlock
 from starlings_worker import wire
 from starlings_worker.core.effects import (
     AdoptState,
@@ -25,9 +26,11 @@ from starlings_worker.core.effects import (
     ComputeForward,
     DeviceEffect,
     DigestState,
+    KeepHistory,
     Load,
     OpenExchange,
     ReducePart,
+    ReplayStep,
 )
 from starlings_worker.core.events import (
     AggregateAssembled,
@@ -39,19 +42,25 @@ from starlings_worker.core.events import (
     ForwardComputed,
     GradientsCleared,
     PartReduced,
+    ReplayFailed,
     StateDigested,
     StepApplied,
+    StepReplayed,
 )
 from starlings_worker.device import Device
 from starlings_worker.emulation import Throttle
 from starlings_worker.errors import EngineFault
 from starlings_worker.exchange import ExchangeBuffers, RefusedPart
+from starlings_worker.history import PREFIX, History, Part
 from starlings_worker.kept import Encoded, Kept, Microbatches
 from starlings_worker.meters import Meters
 from starlings_worker.optimizer import AdamW, Optimizer, Sgd
 from starlings_worker.runs import Run, Runner
 from starlings_worker.snapshots import Snapshots
 from starlings_worker.stage import HeldSpan, StageModule
+
+# Small models make quick steps: without this a joiner would have to load within three of them.
+_HISTORY_AT_LEAST_BYTES = 64 << 20
 
 
 def make_optimizer(job: JobSpec) -> Optimizer:
@@ -60,6 +69,12 @@ def make_optimizer(job: JobSpec) -> Optimizer:
     if train.optimizer == "adamw":
         return AdamW(train.beta1, train.beta2, train.epsilon, train.weight_decay)
     return Sgd(momentum=train.momentum, weight_decay=0.0)
+
+
+def history_limit_bytes(span: HeldSpan) -> int:
+    """How much a donor keeps of the last steps' updates: as much as its own state, or what any machine can spare."""
+    own = sum(4 * vector.size * (1 + len(vector.state)) for vector in span.vectors.values())
+    return max(own, _HISTORY_AT_LEAST_BYTES)
 
 
 class Computer:
@@ -78,6 +93,7 @@ class Computer:
         self.pipeline_codec = make_codec(job.pipeline.codec)
         self.microbatches = Microbatches()
         self.snapshots = Snapshots()
+        self.history = History()
         self.held: HeldSpan | None = None
         self.exchange: ExchangeBuffers | None = None
         self._runner: Runner | None = None
@@ -89,6 +105,7 @@ class Computer:
         self.held = self._runner = self.exchange = None
         self.microbatches.clear()
         self.snapshots.clear()
+        self.history.clear()
         self.device.free_cache()
 
     def prepare(self, load: Load) -> HeldSpan:
@@ -143,8 +160,8 @@ class Computer:
                 return self._digest(effect.version, effect.snapshot)
             case DigestState():
                 return self._digest(effect.version, effect.snapshot)
-            case Load():
-                raise AssertionError("Load is the loader's")
+            case Load() | ReplayStep():
+                raise AssertionError("mostly waiting for donors: the loader's and the replayer's")
             case _:
                 assert_never(effect)
 
@@ -269,13 +286,46 @@ class Computer:
             return ExchangeRefused(step, attempt, group, refused.culprit, str(refused))
 
     def _apply(self, effect: ApplyStep) -> Event:
+        span, buffers = self._span(), self._buffers()
         with self._meters.timing("compute"), self._throttle.block(), torch.no_grad():
-            self._span().apply_step(effect.step, effect.learning_rate, effect.clip_factor)
-            self._buffers().commit(effect.step)
+            if self.history.wants(effect.step):
+                # Before the optimizer, which leaves the gradients undefined.
+                self.history.record(effect.step, buffers.updates(effect.step), history_limit_bytes(span))
+            span.apply_step(effect.step, effect.learning_rate, effect.clip_factor)
+            buffers.commit(effect.step)
             self.device.synchronise()
+        self.history.applied(span.version)
         if effect.snapshot:
-            self.snapshots.take(self._span())
+            self.snapshots.take(span)
         return StepApplied(effect.step)
+
+    def replay(
+        self, effect: ReplayStep, updates: Mapping[str, Sequence[Part]]
+    ) -> StepReplayed | ReplayFailed:
+        """The outcome of ReplayStep, once the updates of all groups are here."""
+        span = self._span()
+        if span.version != effect.step:
+            raise EngineFault(f"asked to replay step {effect.step}, holding version {span.version}")
+        with self._meters.timing("compute"), self._throttle.block(), torch.no_grad():
+            try:
+                digests = self._buffers().replay(updates)
+            except RefusedPart as refused:
+                return ReplayFailed(effect.step, str(refused))
+            span.apply_step(effect.step, effect.learning_rate, effect.clip_factor)
+            self.device.synchronise()
+        return StepReplayed(effect.step, digests)
+
+    # ---------------------------------------------------------------- what others may fetch
+
+    def keep_history(self, effect: KeepHistory) -> None:
+        self.snapshots.pin(effect.versions)
+        self.history.keep(effect.updates_from)
+
+    def serve(self, version: int, block: str, *, optimizer: bool) -> ServedBlock:
+        """A `serving.Shelf`: snapshots by block name, updates by "update/" and group. Called on the event loop."""
+        if block.startswith(PREFIX):
+            return self.history.serve(version, block.removeprefix(PREFIX))
+        return self.snapshots.serve(version, block, optimizer=optimizer)
 
     def _digest(self, version: int, snapshot: bool) -> Event:
         held = self._span()

@@ -44,9 +44,11 @@ from starlings_worker.core.effects import (
     Effect,
     ForgetMicrobatch,
     ForgetPart,
+    KeepHistory,
     Load,
     OpenExchange,
     ReducePart,
+    ReplayStep,
     SendControl,
     SendMicrobatch,
     SendPart,
@@ -70,9 +72,10 @@ from starlings_worker.core.events import (
 from starlings_worker.device import Device
 from starlings_worker.emulation import Throttle
 from starlings_worker.links import Links, PushError
-from starlings_worker.loader import Loader
+from starlings_worker.loader import Donors, Loader
 from starlings_worker.meters import Meters
 from starlings_worker.probe import Measured, memory_for_job, probe
+from starlings_worker.replayer import Replayer
 
 T = TypeVar("T")
 _TICK_S = 0.25
@@ -116,7 +119,9 @@ class Life:
         self._rng = random.Random(secrets.randbits(64))
         self.core = WorkerCore(worker_id)
         self.computer = Computer(worker_id, self.job, device, throttle, meters)
-        self._loader = Loader(self.computer, links, self.profile, self.on_device, log)
+        self._donors = Donors(links)
+        self._loader = Loader(self.computer, self._donors, self.profile, self.on_device, log)
+        self._replayer = Replayer(self.computer, self._donors, self.on_device, log)
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake: asyncio.TimerHandle | None = None
         self._wake_at_s = float("inf")
@@ -200,6 +205,11 @@ class Life:
             case Load():
                 self._meet(effect.assignment)
                 self._spawn(self._load(effect))
+            case ReplayStep():
+                self._spawn(self._replay(effect))
+            case KeepHistory():
+                # In order with the steps that are applied there.
+                self._compute.submit(self.computer.keep_history, effect)
             case Stop():
                 self._on_stop(effect)
             case (
@@ -237,9 +247,15 @@ class Life:
         self.meters.training_began()
         self.deliver(await self._loader.load(effect))
 
+    async def _replay(self, effect: ReplayStep) -> None:
+        self.deliver(await self._replayer.replay(effect))
+
     def _meet(self, assignment: Assignment) -> None:
         """Who the peers and donors of a new plan are, and where."""
-        self.links.update((*assignment.donors, *assignment.peers))
+        if assignment.donors or assignment.observer:
+            # A newcomer that has just become a holder may still have a step to fetch from those that it observed.
+            self._donors.peers = assignment.donors
+        self.links.update((*self._donors.peers, *assignment.peers))
 
     # ---------------------------------------------------------------- transfers out
 

@@ -6,7 +6,7 @@ encoded aggregates, its own too, so replicas stay equal bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from starlings_worker import wire
 from starlings_worker.core.events import Leg
 from starlings_worker.digest import bits_digest, is_finite, squared_norm
 from starlings_worker.flat import FlatVector
+from starlings_worker.history import Part
 from starlings_worker.parts import cut
 from starlings_worker.wire import Buffer
 
@@ -183,6 +184,77 @@ class ExchangeBuffers:
         elif not is_finite(opened.vector):
             raise RefusedPart(self._worker_id, "its gradient is not finite")
         return bits_digest(opened.vector), squared_norm(opened.vector)
+
+    # ---------------------------------------------------------------- for late joiners
+
+    def updates(self, step: int) -> dict[str, list[Part]]:
+        """What every group decoded in `step`, which is committed and not applied yet: each part's encoded aggregate, or
+        the gradient of a group of one.
+        """
+        found: dict[str, list[Part]] = {}
+        for (opened_step, attempt, group), opened in self._open.items():
+            if opened_step != step or opened.purpose is not ExchangePurpose.GRADIENT:
+                continue
+            if len(opened.group.members) == 1:
+                data = wire.encode(self._exact, opened.vector, group)
+                found[group] = [Part(0, opened.vector.numel(), self._exact.spec.text, data)]
+                continue
+            codec = self._codec_of(opened).spec.text
+            parts = []
+            for part, (begin, end) in enumerate(opened.bounds):
+                if begin == end:
+                    continue
+                owner = opened.group.members[part].worker_id
+                own = part == opened.own
+                encoded = (
+                    opened.aggregate
+                    if own
+                    else self._arrived.get((Leg.AGGREGATE, step, attempt, group, part, owner))
+                )
+                assert encoded is not None, f"part {part} of {group} was decoded and is gone"
+                parts.append(Part(begin, end, codec, encoded))
+            found[group] = parts
+        return found
+
+    def replay(self, updates: Mapping[str, Sequence[Part]]) -> dict[str, int]:
+        """Another worker's `updates` become the gradients here, to be applied. Returns their digests by group.
+
+        Raises:
+            RefusedPart: the culprit is unknown here (""); a group is missing, or its parts are malformed. Gradients
+                are zero again.
+        """
+        try:
+            for group, vector in self._vectors.items():
+                self._decode_update(group, vector.gradient, updates.get(group))
+        except RefusedPart:
+            for vector in self._vectors.values():
+                vector.gradient.zero_()
+            raise
+        return {group: bits_digest(vector.gradient) for group, vector in self._vectors.items()}
+
+    def _decode_update(self, group: str, gradient: Tensor, parts: Sequence[Part] | None) -> None:
+        if parts is None:
+            raise RefusedPart(WorkerId(""), f"there is no update of group {group}")
+        position = 0
+        for part in sorted(parts, key=lambda part: part.begin):
+            if part.begin != position or not position < part.end <= gradient.numel():
+                raise RefusedPart(
+                    WorkerId(""), f"the update of group {group} has a gap at element {position}"
+                )
+            codec = {c.spec.text: c for c in (self._codec, self._exact)}.get(part.codec)
+            if codec is None:
+                raise RefusedPart(
+                    WorkerId(""), f"the update of group {group} is encoded as {part.codec[:40]}"
+                )
+            try:
+                wire.decode_into(codec, part.data, gradient[part.begin : part.end])
+            except CodecError as error:
+                raise RefusedPart(
+                    WorkerId(""), f"the update of group {group} is malformed: {error}"
+                ) from None
+            position = part.end
+        if position != gradient.numel():
+            raise RefusedPart(WorkerId(""), f"the update of group {group} ends at element {position}")
 
     # ---------------------------------------------------------------- ends
 

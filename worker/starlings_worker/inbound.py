@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from math import prod
 from typing import Any, NoReturn
 
@@ -29,7 +29,6 @@ from starlings_protos.messages import (
     WorkerId,
 )
 from starlings_protos.peers import peer_identity
-from starlings_protos.state_transfer import ServedBlock, state_frames
 from starlings_worker import wire
 from starlings_worker.core.admission import Admission, Duplicate, Rejection
 from starlings_worker.core.events import (
@@ -45,7 +44,7 @@ from starlings_worker.engine_life import Life
 from starlings_worker.kept import Kept
 from starlings_worker.links import ADMITTED_METADATA_KEY, STALL_S
 from starlings_worker.meters import Meters
-from starlings_worker.snapshots import NotHeld
+from starlings_worker.serving import StateServer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _Frames = AsyncIterator[data_pb2.Frame]
@@ -53,7 +52,6 @@ _Frames = AsyncIterator[data_pb2.Frame]
 _DECODE_INLINE_BYTES = 512 << 10
 # What one peer may have under way at once, as a multiple of the job's largest transfer.
 _IN_FLIGHT_TRANSFERS = 8
-_BLOCKS_PER_REQUEST = 4096
 
 
 class DataService(data_pb2_grpc.DataServicer):
@@ -62,6 +60,7 @@ class DataService(data_pb2_grpc.DataServicer):
     def __init__(self, meters: Meters, stall_s: float = STALL_S) -> None:
         self._meters = meters
         self._stall_s = stall_s
+        self._state = StateServer(lambda count: meters.sent("state", count), self._pushing)
         self._life: Life | None = None
         self._clock = CoordinatorClock(0.0)
         self._in_flight: Counter[WorkerId] = Counter()
@@ -74,6 +73,9 @@ class DataService(data_pb2_grpc.DataServicer):
         self._life = life
         self._clock = clock
         self._incarnations.clear()
+
+    def _pushing(self) -> bool:
+        return self._life is not None and self._life.links.pushes > 0
 
     def set_clock(self, clock: CoordinatorClock) -> None:
         self._clock = clock
@@ -92,25 +94,15 @@ class DataService(data_pb2_grpc.DataServicer):
     async def Aggregate(self, request_iterator: _Frames, context: Context) -> data_pb2.Receipt:
         return await self._part(Leg.AGGREGATE, request_iterator, context)
 
-    async def FetchState(
+    async def FetchState(  # type: ignore[override]
         self, request: data_pb2.StateRequest, context: Context
-    ) -> AsyncIterator[data_pb2.Frame]:
-        """Answered from a snapshot only, never from weights that a step may change meanwhile."""
+    ) -> None:
+        """Answered from snapshots and applied steps only, never from weights that a step may change meanwhile."""
         try:
             life, _ = self._caller(context)
-            if len(request.blocks) > _BLOCKS_PER_REQUEST:
-                raise RefusedError(Refusal.LIMIT, f"{len(request.blocks)} blocks in one request")
-            blocks = life.computer.snapshots.serve(
-                request.version, request.blocks, optimizer=request.optimizer
-            )
-        except NotHeld as error:
-            await abort(context, Refusal.NOT_HELD, str(error))
+            await self._state.serve(request, life.computer, context)
         except RefusedError as error:
             await abort(context, error.refusal, str(error))
-        await asyncio.to_thread(_hash_all, blocks)
-        for frame in state_frames(blocks, request.offset):
-            yield frame
-            self._meters.sent("state", frame.ByteSize())
 
     # ---------------------------------------------------------------- microbatches
 
@@ -354,8 +346,3 @@ async def _refuse(context: Context, error: Exception) -> NoReturn:
     if isinstance(error, TimeoutError):
         await abort(context, Refusal.LIMIT, "the transfer stood still for too long")
     await abort(context, Refusal.MALFORMED, str(error))
-
-
-def _hash_all(blocks: Sequence[ServedBlock]) -> None:
-    for block in blocks:
-        block.header()

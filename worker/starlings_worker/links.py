@@ -85,6 +85,8 @@ class Links:
         self._locks: dict[WorkerId, asyncio.Lock] = {}
         self._metadata: tuple[tuple[str, bytes], ...] = ()
         self._closing: set[asyncio.Task[None]] = set()
+        # Transfers out that others wait for.
+        self.pushes = 0
 
     # ---------------------------------------------------------------- who and where
 
@@ -183,13 +185,17 @@ class Links:
             PushError: it failed.
         """
         tries = 0
-        while True:
-            tries += 1
-            try:
-                return await self._push_once(to, method, header, buffers, kind)
-            except _AnswerLost as error:
-                if tries == ANSWER_LOST_TRIES:
-                    raise PushError(str(error), certain=False) from None
+        self.pushes += 1
+        try:
+            while True:
+                tries += 1
+                try:
+                    return await self._push_once(to, method, header, buffers, kind)
+                except _AnswerLost as error:
+                    if tries == ANSWER_LOST_TRIES:
+                        raise PushError(str(error), certain=False) from None
+        finally:
+            self.pushes -= 1
 
     async def _push_once(
         self, to: WorkerId, method: str, header: data_pb2.Header, buffers: Sequence[frames.Buffer], kind: str

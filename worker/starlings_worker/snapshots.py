@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from starlings_job.state import PARAMETER
 from starlings_protos.state_transfer import ServedBlock, StateTensor
-from starlings_worker.stage import HeldSpan
+from starlings_worker.serving import NotHeld
+
+if TYPE_CHECKING:
+    from starlings_worker.stage import HeldSpan
 
 # The newest, and the one before it, which somebody may be in the middle of fetching.
 _VERSIONS_KEPT = 2
-
-
-class NotHeld(Exception):
-    """No snapshot of that version, or no such block in it."""
 
 
 class Snapshots:
@@ -23,10 +23,17 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._versions: dict[int, dict[str, ServedBlock]] = {}
+        # Kept although there are newer ones: observers load them.
+        self._pinned: frozenset[int] = frozenset()
 
     @property
     def versions(self) -> tuple[int, ...]:
         return tuple(sorted(self._versions))
+
+    def pin(self, versions: Iterable[int]) -> None:
+        """Keeps these, also if they are taken later; what was pinned before and is old goes."""
+        self._pinned = frozenset(versions)
+        self._prune(self._versions)
 
     def take(self, held: HeldSpan) -> None:
         """Copies the present state of every held block."""
@@ -41,29 +48,39 @@ class Snapshots:
             )
             for block in held.blocks
         }
-        kept = {**self._versions, held.version: blocks}
-        self._versions = {v: kept[v] for v in sorted(kept)[-_VERSIONS_KEPT:]}
+        self._prune({**self._versions, held.version: blocks})
+
+    def _prune(self, versions: dict[int, dict[str, ServedBlock]]) -> None:
+        newest = sorted(versions)[-_VERSIONS_KEPT:]
+        self._versions = {v: versions[v] for v in sorted(versions) if v in newest or v in self._pinned}
 
     def clear(self) -> None:
-        self._versions = {}
+        self._versions, self._pinned = {}, frozenset()
 
-    def serve(self, version: int, blocks: Iterable[str], *, optimizer: bool) -> Sequence[ServedBlock]:
-        """The asked-for blocks.
+    def blocks(self, version: int) -> dict[str, ServedBlock]:
+        """Every block of a kept version.
 
         Raises:
-            NotHeld: names what is missing.
+            NotHeld: it is not kept.
         """
         held = self._versions.get(version)
         if held is None:
             have = ", ".join(map(str, self.versions)) or "none"
             raise NotHeld(f"version {version} is not kept here; there is: {have}")
-        served = []
-        for name in blocks:
-            block = held.get(name)
-            if block is None:
-                raise NotHeld(f"block {name[:80]} is not kept here at version {version}")
-            if not optimizer:
-                parameters = [t for t in block.tensors if t.name.startswith(PARAMETER)]
-                block = ServedBlock(version, name, parameters)
-            served.append(block)
-        return served
+        return held
+
+    def serve(self, version: int, block: str, *, optimizer: bool) -> ServedBlock:
+        """One block.
+
+        Raises:
+            NotHeld: names what is missing.
+        """
+        found = self.blocks(version).get(block)
+        if found is None:
+            raise NotHeld(f"block {block[:80]} is not kept here at version {version}")
+        return found if optimizer else only_parameters(found)
+
+
+def only_parameters(block: ServedBlock) -> ServedBlock:
+    parameters = [t for t in block.tensors if t.name.startswith(PARAMETER)]
+    return ServedBlock(block.version, block.block, parameters)

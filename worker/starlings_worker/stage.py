@@ -175,6 +175,17 @@ class HeldSpan:
                 if name not in expected:
                     target.zero_()
 
+    def places(self, block: str, version: int) -> dict[str, RawTensor] | None:
+        """Where a block's tensors lie in host memory, writable, by state name: a span that is not used yet is filled
+        there without a copy. None on a device that is not the host.
+        """
+        if self.device.type != "cpu":
+            return None
+        targets = dict(self._targets(block, version))
+        if not all(target.is_contiguous() for target in targets.values()):
+            return None
+        return {name: raw_tensor(target) for name, target in targets.items()}
+
     def block_state(self, block: str) -> dict[str, RawTensor]:
         """The block's tensors at the present version, by state name. On a CPU views without a copy: use them
         before the next step.

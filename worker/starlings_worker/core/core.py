@@ -23,7 +23,7 @@ from starlings_protos.messages import (
     LeaseRequest,
     Leaving,
     MicrobatchHeader,
-    Ready,
+    Refusal,
     Refused,
     Retain,
     Standby,
@@ -34,9 +34,9 @@ from starlings_protos.messages import (
     Welcome,
     WorkerId,
 )
-from starlings_worker.core.admission import Admission, Rejection, boundaries_of
+from starlings_worker.core.admission import Admission, Rejection
 from starlings_worker.core.device import DeviceOutcome, DeviceQueue
-from starlings_worker.core.effects import Effect, Load, SendControl, Stop, UpdatePeers
+from starlings_worker.core.effects import Effect, KeepHistory, Load, SendControl, Stop
 from starlings_worker.core.events import (
     AggregateAssembled,
     ArrivalAborted,
@@ -62,17 +62,21 @@ from starlings_worker.core.events import (
     PartNotSent,
     PartReduced,
     PartSent,
+    ReplayFailed,
     SpanLoaded,
     StateDigested,
     StepApplied,
+    StepReplayed,
     Ticked,
 )
 from starlings_worker.core.flow import Flow
 from starlings_worker.core.invariants import check
+from starlings_worker.core.observing import Observing
 from starlings_worker.core.outbox import Outbox
 from starlings_worker.core.parts import PartStore
-from starlings_worker.core.peers import PeerTable, own_span_prior
-from starlings_worker.core.table import MicrobatchTable, Place
+from starlings_worker.core.peers import PeerTable
+from starlings_worker.core.placement import Placement
+from starlings_worker.core.table import MicrobatchTable
 from starlings_worker.core.timings import WorkerTimings
 from starlings_worker.core.training import Training
 
@@ -113,22 +117,42 @@ class WorkerCore:
             self.counters,
             self._effects.append,
         )
-        self.assignment: Assignment | None = None
-        self.loaded = False
+        self.placement = Placement(
+            self.timings,
+            self.device,
+            self.peers,
+            self.table,
+            self.parts,
+            self.flow,
+            self.training,
+            self.outbox,
+            self.counters,
+            self._effects.append,
+            self._stop,
+        )
         self.stopped = False
-        self.standby_reason = ""
-        self._loaded_digests: tuple[int, dict[str, str]] = (-1, {})
-        self._load_failures = 0
-        self._load_again_at_s: float | None = None
         self._leaving: tuple[str, float] | None = None
         # What the coordinator still owes of the last LeaseRequest, and when that was sent.
         self._wish_open = 0
         self._wished_at_s = 0.0
 
     @property
+    def assignment(self) -> Assignment | None:
+        return self.placement.assignment
+
+    @property
+    def loaded(self) -> bool:
+        """Whether this worker is a holder, and has its span."""
+        return self.placement.loaded
+
+    @property
+    def observing(self) -> Observing:
+        return self.placement.observing
+
+    @property
     def version(self) -> int:
         """Committed version of the weights on the device."""
-        return self.training.version
+        return self.observing.version if self.observing.active else self.training.version
 
     @property
     def draining(self) -> bool:
@@ -141,7 +165,7 @@ class WorkerCore:
         times = [
             self.flow.wake_at_s(),
             round_.wake_at_s() if round_ is not None else None,
-            self._load_again_at_s,
+            self.placement.load_again_at_s,
             self._leaving[1] if self._leaving is not None else None,
         ]
         return min((time_s for time_s in times if time_s is not None), default=None)
@@ -155,15 +179,26 @@ class WorkerCore:
 
         The caller then reports MicrobatchArrived or ArrivalAborted (see events.py). `now_s` is not used yet.
         """
-        answer: Admission = self.table.admit(direction, header, sender, self.flow.receipt())
+        answer: Admission = self._ahead(header.plan_version) or self.table.admit(
+            direction, header, sender, self.flow.receipt()
+        )
         self._count_rejection(answer)
         return answer
 
     def admit_part(self, leg: Leg, header: ExchangeHeader, sender: WorkerId, now_s: float) -> Admission:
         """The same for a part of an exchange; then PartArrived or PartAborted."""
-        answer = self.training.admit_part(leg, header, sender, self.flow.receipt(), len(self.peers.states))
+        answer: Admission = self._ahead(header.plan_version) or self.training.admit_part(
+            leg, header, sender, self.flow.receipt(), len(self.peers.states)
+        )
         self._count_rejection(answer)
         return answer
+
+    def _ahead(self, plan_version: int) -> Rejection | None:
+        """A sender that knows a newer plan already, such as a newcomer that was let in at a step's end, asks again."""
+        known = self.placement.plan_version
+        if self.assignment is None or plan_version <= known:
+            return None
+        return Rejection(Refusal.BUSY, f"plan {plan_version} is not known here yet; {known} is")
 
     def _count_rejection(self, answer: Admission) -> None:
         if isinstance(answer, Rejection):
@@ -224,7 +259,7 @@ class WorkerCore:
                 effect = self.device.finish(event)
                 if effect is None:
                     self.counters["unexpected_outcomes"] += 1
-                elif isinstance(effect, Load) and effect.assignment != self.assignment:
+                elif isinstance(effect, Load) and self.placement.is_for_another(effect):
                     self.progress += 1  # Superseded meanwhile; if another place was assigned, its Load waits.
                 else:
                     self.progress += 1
@@ -239,11 +274,15 @@ class WorkerCore:
             case ComputeFailed():
                 self.flow.compute_failed(event)
             case SpanLoaded():
-                self._span_loaded(event)
+                self.placement.span_loaded(event)
             case LoadFailed():
-                self._load_failed(event, now_s)
+                self.placement.load_failed(event, now_s)
             case GradientsCleared():
                 pass
+            case StepReplayed():
+                self.placement.step_replayed(event, now_s)
+            case ReplayFailed():
+                self.placement.replay_failed(event)
             case _ if not self.loaded:
                 pass  # Of a life before the present assignment.
             case ExchangePrepared():
@@ -255,7 +294,7 @@ class WorkerCore:
             case ExchangeRefused():
                 self.training.exchange_refused(event)
             case StepApplied():
-                self.training.applied(event, self._plan_version, now_s)
+                self.training.applied(event, self.placement.plan_version, now_s)
             case StateDigested():
                 self.training.state_digested(event)
             case _:
@@ -264,7 +303,7 @@ class WorkerCore:
     def _control(self, message: ToWorker, now_s: float) -> None:
         match message:
             case Assignment():
-                self._assigned(message)
+                self.placement.assigned(message)
             case LeaseGrant():
                 self._granted(message)
             case Finish():
@@ -272,109 +311,26 @@ class WorkerCore:
             case Refused():
                 self._stop(Stop(False, message.message))
             case Standby():
-                self.standby_reason = message.reason
-                self._leave_plan()
+                self.placement.standby(message.reason)
+            case Retain():
+                updates_from = message.updates_from if message.updates else None
+                self._effects.append(KeepHistory(message.versions, updates_from))
+            case StepCommitted() if self.observing.active and not self.loaded:
+                self.placement.committed_elsewhere(message)
             case StateWanted() | StepCommitted() | StepRestarted() | ExchangeOpened() if not self.loaded:
                 self.counters["stale_messages"] += 1
             case StepRestarted():
                 self.training.restarted(message)
             case ExchangeOpened():
-                self.training.opened(message, self._plan_version, now_s)
+                self.training.opened(message, self.placement.plan_version, now_s)
             case StepCommitted():
                 self.training.committed(message)
             case StateWanted():
                 self.training.state_wanted(message)
-            case AssignmentRenewed() | Welcome() | HeartbeatAck() | Retain():
+            case AssignmentRenewed() | Welcome() | HeartbeatAck():
                 pass  # The shell's business.
             case _:
                 assert_never(message)
-
-    # ------------------------------------------------------------------ the plan
-
-    @property
-    def _plan_version(self) -> int:
-        return self.assignment.plan_version if self.assignment is not None else 0
-
-    def _assigned(self, new: Assignment) -> None:
-        """A new plan:
-
-        load the span, or only take note of other peers when weights and span stay as they are.
-        """
-        old = self.assignment
-        if old is not None and new.plan_version < old.plan_version:
-            self.counters["stale_messages"] += 1
-            return
-        if old is not None and new.plan_version == old.plan_version:
-            # Said again after a reconnection.
-            if self.loaded:
-                self.training.raise_attempt(new.step, new.attempt)
-                self._report_ready()
-            return
-        self.standby_reason = ""
-        epoch = (new.step, new.attempt)
-        training = self.training
-        committed_version = training.version + (1 if training.commit is not None else 0)
-        same_place = (
-            old is not None
-            and self.loaded
-            and (new.stages, new.span) == (old.stages, old.span)
-            and new.version == committed_version
-            and (epoch >= training.epoch)
-        )
-        self.assignment = new
-        self.peers.update(new)
-        if not same_place:
-            self._begin_load(new)
-            return
-        assert self.table.place is not None
-        self.table.place = _place(new, self.table.place.base_plan_version)
-        self.table.drop_forward_only()
-        self._effects.append(UpdatePeers(new))
-        training.raise_attempt(new.step, new.attempt)
-        self._report_ready()
-
-    def _begin_load(self, assignment: Assignment) -> None:
-        self._leave_plan()
-        self.assignment = assignment
-        self.flow.stage_seconds = own_span_prior(assignment)
-        self._load_failures = 0
-        if self.device.running != Load(assignment):
-            self.device.push(Load(assignment))
-
-    def _leave_plan(self) -> None:
-        """Nothing of the present assignment matters any more."""
-        self.assignment = None
-        self.loaded = False
-        self._load_again_at_s = None
-        self._wish_open = 0
-        self.outbox.forget_all()
-        self.device.purge(lambda _: True)
-        self.table.reset(self.table.epoch)
-        self.parts.clear()
-        self.training.round = None
-
-    def _span_loaded(self, event: SpanLoaded) -> None:
-        assignment = self.assignment
-        assert assignment is not None
-        self.table.place = _place(assignment, assignment.plan_version)
-        self.training.begin((assignment.step, assignment.attempt), event.version)
-        self.loaded = True
-        self._loaded_digests = (event.version, dict(event.block_digests))
-        self._report_ready()
-
-    def _load_failed(self, event: LoadFailed, now_s: float) -> None:
-        self._load_failures += 1
-        if self._load_failures >= self.timings.load_tries:
-            self._stop(Stop(False, f"the assigned span could not be loaded: {event.reason}"))
-            return
-        delay_s = self.timings.load_retry_first_s * 2.0 ** (self._load_failures - 1)
-        self._load_again_at_s = now_s + delay_s
-
-    def _report_ready(self) -> None:
-        """Say Ready while the loaded version is the present one; later nobody waits for it."""
-        version, digests = self._loaded_digests
-        if self.training.version == version and self.training.commit is None:
-            self.outbox.say(Ready(self._plan_version, version, digests))
 
     # ------------------------------------------------------------------ leases
 
@@ -389,7 +345,10 @@ class WorkerCore:
         """Ask for as many leases as could be begun, when that is more than what is on its way, or was perhaps
         lost.
         """
-        if not self.loaded or not self.outbox.up or (self.draining and self._others_can_begin()):
+        if not self.loaded:
+            self._wish_open = 0
+            return
+        if not self.outbox.up or (self.draining and self._others_can_begin()):
             return
         wish = self.table.wish()
         overdue = now_s - self._wished_at_s >= self.timings.wish_repeat_s and not self.table.held
@@ -407,14 +366,11 @@ class WorkerCore:
     def _look_at_time(self, now_s: float) -> None:
         if self.loaded:
             self.training.look_at_time(now_s)
-        again_at_s = self._load_again_at_s
-        if again_at_s is not None and now_s >= again_at_s and self.assignment is not None:
-            self._load_again_at_s = None
-            self.device.push(Load(self.assignment))
+        self.placement.look_at_time(now_s)
         if self._leaving is None:
             return
         reason, until_s = self._leaving
-        if self.assignment is None:
+        if not self.placement.takes_part:
             self._stop(Stop(False, reason, drained=True))
         elif now_s >= until_s:
             self._stop(Stop(False, f"{reason}; the time for leaving in order is up", drained=True))
@@ -426,6 +382,7 @@ class WorkerCore:
         """
         if self.stopped:
             return
+        self.observing.go_on()
         self.table.promote()
         self.flow.send_due(now_s, rng)
         self._feed_device(now_s, rng)
@@ -452,15 +409,3 @@ class WorkerCore:
         simulation.
         """
         check(self)
-
-
-def _place(assignment: Assignment, base_plan_version: int) -> Place:
-    spans = [assignment.span, *(peer.span for peer in assignment.peers if peer.span is not None)]
-    return Place(
-        assignment.span,
-        len(assignment.stages),
-        assignment.slots,
-        assignment.plan_version,
-        base_plan_version,
-        boundaries_of(spans, len(assignment.stages)),
-    )

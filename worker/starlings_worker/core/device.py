@@ -21,6 +21,7 @@ from starlings_worker.core.effects import (
     Load,
     OpenExchange,
     ReducePart,
+    ReplayStep,
 )
 from starlings_worker.core.events import (
     AggregateAssembled,
@@ -32,9 +33,11 @@ from starlings_worker.core.events import (
     GradientsCleared,
     LoadFailed,
     PartReduced,
+    ReplayFailed,
     SpanLoaded,
     StateDigested,
     StepApplied,
+    StepReplayed,
 )
 
 DeviceOutcome = (
@@ -49,6 +52,8 @@ DeviceOutcome = (
     | AggregateAssembled
     | ExchangeRefused
     | StepApplied
+    | StepReplayed
+    | ReplayFailed
     | StateDigested
 )
 
@@ -72,6 +77,8 @@ def belongs(effect: DeviceEffect, outcome: DeviceOutcome) -> bool:
             )
         case ApplyStep():
             return isinstance(outcome, StepApplied) and outcome.step == effect.step
+        case ReplayStep():
+            return isinstance(outcome, StepReplayed | ReplayFailed) and outcome.step == effect.step
         case AdoptState() | DigestState():
             return isinstance(outcome, StateDigested) and outcome.version == effect.version
         case OpenExchange():

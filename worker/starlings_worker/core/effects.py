@@ -1,7 +1,7 @@
 """What the worker's core asks its shell to do. Imperative; each effect's outcome comes back as an event.
 
 *Device effects* (Load, ClearGradients, ComputeForward, ComputeBackward, OpenExchange, ReducePart, Assemble,
-ApplyStep, AdoptState, DigestState) touch the weights, the accumulators or a graph. At most one of them is
+ApplyStep, ReplayStep, AdoptState, DigestState) touch the weights, the accumulators or a graph. At most one of them is
 outstanding at a time, and each has exactly one outcome event: the core owns the device's queue, so that
 backward work goes first. The other effects are done at once, in the order of the returned tuple. Sends run
 beside the device; each has exactly one outcome event, whatever becomes of its key meanwhile.
@@ -264,6 +264,7 @@ DeviceEffect = (
     | ReducePart
     | Assemble
     | ApplyStep
+    | ReplayStep
     | AdoptState
     | DigestState
 )
@@ -276,5 +277,6 @@ Effect = (
     | UpdatePeers
     | ForgetMicrobatch
     | ForgetPart
+    | KeepHistory
     | Stop
 )

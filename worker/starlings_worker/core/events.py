@@ -337,6 +337,8 @@ Event = (
     | AggregateAssembled
     | ExchangeRefused
     | StepApplied
+    | StepReplayed
+    | ReplayFailed
     | StateDigested
     | MicrobatchSent
     | MicrobatchNotSent

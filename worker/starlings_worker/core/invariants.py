@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from starlings_worker.core.effects import ComputeBackward, ComputeForward
 from starlings_worker.core.microbatches import Phase
+from starlings_worker.core.observing import STEPS_BEHIND_AT_MOST
 
 if TYPE_CHECKING:
     from starlings_worker.core.core import WorkerCore
@@ -18,6 +19,7 @@ def check(core: WorkerCore) -> None:
     _check_microbatches(core)
     _check_device(core)
     _check_exchange(core)
+    _check_observing(core)
 
 
 def _check_microbatches(core: WorkerCore) -> None:
@@ -75,3 +77,18 @@ def _check_exchange(core: WorkerCore) -> None:
     place = core.table.place
     assert place is not None
     assert training.version == training.epoch[0], f"version {training.version} at {training.epoch}"
+
+
+def _check_observing(core: WorkerCore) -> None:
+    observing = core.observing
+    steps = [commit.step for commit in observing.queue]
+    assert steps == list(range(observing.version, observing.version_ahead)), f"{steps} at {observing.version}"
+    assert len(steps) <= STEPS_BEHIND_AT_MOST, f"{len(steps)} commits wait to be replayed"
+    if not observing.active:
+        assert not steps, "commits wait although nothing is being caught up with"
+        assert core.assignment is None or not core.assignment.observer
+    elif core.loaded:
+        assert core.training.applying, "a holder that is behind must not compute yet"
+        assert core.training.version == observing.version_ahead - 1
+    else:
+        assert core.table.place is None, "an observer takes no part"

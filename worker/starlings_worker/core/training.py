@@ -108,6 +108,13 @@ class Training:
         self._parts.clear()
         self._table.begin_epoch(epoch)
 
+    def begin_behind(self, commit: StepCommitted, attempt: int) -> None:
+        """A holder from the step after `commit` on, whose device is still on its way there: `applied` ends that."""
+        self.begin((commit.step, commit.attempt), commit.step)
+        self.commit = commit
+        self.applying = True
+        self.next_attempt = attempt
+
     # ------------------------------------------------------------------ what the coordinator says
 
     def restarted(self, message: StepRestarted) -> None:
@@ -148,7 +155,7 @@ class Training:
             return
         if epoch > self.epoch and message.step == self.epoch[0]:
             self.raise_attempt(*epoch)
-        if epoch != self.epoch or (self.round is not None and self.round.epoch == epoch):
+        if epoch != self.epoch or self.applying or (self.round is not None and self.round.epoch == epoch):
             self._counters["stale_messages"] += 1
             return
         self.round = Round(
