@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -30,10 +30,12 @@ from starlings_coordinator.options import (
 from starlings_coordinator.preparing import ensure_prepared
 from starlings_coordinator.signing import AssignmentSigner
 from starlings_protos.locks import DirectoryLock
+from starlings_protos.notify import Notifier
 
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
+_TICK_S = 1.0
 
 
 def run_coordinator(options: CoordinatorOptions, observer: Observer = silent) -> int:
@@ -42,14 +44,18 @@ def run_coordinator(options: CoordinatorOptions, observer: Observer = silent) ->
     Raises:
         Exception: with an `exit_code` of the sheet and one sentence for people, when it cannot serve.
     """
+    notifier = Notifier.from_environment()
+    notifier.status("prepares the job")
     ensure_prepared(options.directory, options.job_file)
     with DirectoryLock(options.directory), log_to(options.directory / "logs" / "coordinator.log"):
-        return asyncio.run(serve(options, observer))
+        return asyncio.run(serve(options, observer, notifier))
 
 
-async def serve(options: CoordinatorOptions, observer: Observer) -> int:
+async def serve(options: CoordinatorOptions, observer: Observer, notifier: Notifier | None = None) -> int:
     """As `run_coordinator` within a running event loop, for a directory that is prepared and locked by the caller."""
-    clock = SystemClock()
+    clock, notifier = SystemClock(), notifier or Notifier()
+    notifier.status("reads the log")
+    observer = _also(notifier, observer)
     async with AsyncExitStack() as stack:
         job = Job.load(options)
         stack.callback(job.records.close)
@@ -73,7 +79,35 @@ async def serve(options: CoordinatorOptions, observer: Observer) -> int:
         async with _running(parts):
             parts.loop.post_soon(Booted())
             await parts.listen(endpoints)
+            if notifier.listening:
+                stack.callback(asyncio.create_task(_tick(parts, notifier)).cancel)
             return await _until_over(parts, interrupted, observer)
+
+
+def _also(notifier: Notifier, observer: Observer) -> Observer:
+    """Tells the observer everything, and the service manager what is for it."""
+
+    def observe(kind: str, fields: Mapping[str, Any]) -> None:
+        match kind:
+            case "status":
+                notifier.status(str(fields["line"]))
+            case "ending" | "ended":
+                notifier.status(str(fields["reason"]))
+                notifier.stopping()
+            case _:
+                pass
+        observer(kind, fields)
+
+    return observe
+
+
+async def _tick(parts: Coordinator, notifier: Notifier) -> None:
+    """Ready once the core has handled what its log left open; alive as long as it handles events and stores records."""
+    while True:
+        await parts.loop.turn()
+        notifier.ready()
+        notifier.tick()
+        await asyncio.sleep(_TICK_S)
 
 
 async def _until_over(parts: Coordinator, interrupted: asyncio.Event, observer: Observer) -> int:

@@ -21,6 +21,8 @@ from starlings_protos.errors import ExitCode, WorldError
 
 # Windows locks byte ranges and forbids others to read them: lock one far behind the text.
 _LOCKED_OFFSET_BYTES = 1 << 30
+_TRIES = 5
+_TRY_AGAIN_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,19 @@ class DirectoryInUse(WorldError):
             )
 
 
-def _try_lock(descriptor: int) -> bool:
+class CannotLock(WorldError):
+    """The file system of the directory knows no locks, so nobody could know whether another process works there."""
+
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, directory: Path, cause: OSError) -> None:
+        super().__init__(
+            f"{directory} lies on a file system without file locks ({cause.strerror}): give a --dir on a local disk."
+        )
+
+
+def _try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Raises OSError: this file system has no locks."""
     if sys.platform == "win32":
         import msvcrt
 
@@ -70,10 +84,52 @@ def _try_lock(descriptor: int) -> bool:
         import fcntl
 
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
+
+
+def _lock_soon(descriptor: int) -> bool:
+    """`holder_of` of another process may have the lock for a moment: worth a few tries."""
+    for _ in range(_TRIES - 1):
+        if _try_lock(descriptor):
+            return True
+        time.sleep(_TRY_AGAIN_S)
+    return _try_lock(descriptor)
+
+
+def holder_of(directory: Path, *, name: str = "lock") -> Holder | None:
+    """Who has the directory's lock right now; None when nobody has. Changes nothing.
+
+    On Linux the answer is right across containers too: a lock belongs to the file, whoever looks at it.
+
+    Raises:
+        OSError: the lock may not be read.
+    """
+    path = directory / name
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        if _try_lock(descriptor, shared=True):
+            _unlock(descriptor)
+            return None
+    except OSError:
+        return None  # no locks here: nobody can hold one
+    finally:
+        os.close(descriptor)
+    return _read_holder(path) or Holder("another process", 0, time.time())
+
+
+def _unlock(descriptor: int) -> None:
+    """Closing alone would do, but on Windows some time later."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(descriptor, _LOCKED_OFFSET_BYTES, os.SEEK_SET)
+        msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
 
 
 def _read_holder(path: Path) -> Holder | None:
@@ -109,6 +165,7 @@ class DirectoryLock:
 
     Raises:
         DirectoryInUse: another process holds it.
+        CannotLock: its file system has no locks.
         OSError: the directory cannot be written.
     """
 
@@ -116,15 +173,18 @@ class DirectoryLock:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / name
         self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        if not _try_lock(self._descriptor):
-            os.close(self._descriptor)
-            self._descriptor = None
+        try:
+            locked = _lock_soon(self._descriptor)
+        except OSError as error:
+            self._give_up()
+            raise CannotLock(directory, error) from None
+        if not locked:
+            self._give_up()
             raise DirectoryInUse(directory, _read_holder(self.path))
         inode = os.fstat(self._descriptor).st_ino
         before = _read_holder(self.path)
         if refuse_copies and before is not None and _may_live_elsewhere(before, inode):
-            os.close(self._descriptor)
-            self._descriptor = None
+            self._give_up()
             raise DirectoryInUse(directory, before, copied=True)
         holder = {
             "host": socket.gethostname(),
@@ -136,12 +196,16 @@ class DirectoryLock:
         os.ftruncate(self._descriptor, 0)
         os.write(self._descriptor, json.dumps(holder).encode())
 
+    def _give_up(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
     def release(self) -> None:
         """The file stays: removing it would let two processes hold locks on two files of one name."""
         if self._descriptor is not None:
             os.ftruncate(self._descriptor, 0)
-            os.close(self._descriptor)
-            self._descriptor = None
+            self._give_up()
 
     def __enter__(self) -> DirectoryLock:
         return self

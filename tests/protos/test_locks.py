@@ -6,11 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from starlings_protos.locks import DirectoryInUse, DirectoryLock
+from starlings_protos.locks import DirectoryInUse, DirectoryLock, holder_of
 
 _HOLD = """
 import sys, pathlib
@@ -53,3 +54,35 @@ def test_unreadable_holder_is_no_crash(tmp_path: Path) -> None:
         lock.path.write_text("{")
         with pytest.raises(DirectoryInUse, match="another process"):
             DirectoryLock(tmp_path)
+
+
+def test_who_holds_a_directory_can_be_asked_without_disturbing_anybody(tmp_path: Path) -> None:
+    assert holder_of(tmp_path) is None
+    with DirectoryLock(tmp_path):
+        holder = holder_of(tmp_path)
+        assert holder is not None
+        assert holder.process_id == os.getpid()
+        with pytest.raises(DirectoryInUse):
+            DirectoryLock(tmp_path)
+    assert holder_of(tmp_path) is None
+    assert holder_of(tmp_path / "absent") is None
+    DirectoryLock(tmp_path).release()
+
+
+def test_a_look_at_the_lock_does_not_refuse_whoever_takes_it_meanwhile(tmp_path: Path) -> None:
+    DirectoryLock(tmp_path).release()
+    over = threading.Event()
+
+    def look() -> None:
+        # A look holds the lock for some microseconds.
+        while not over.wait(0.002):
+            holder_of(tmp_path)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    try:
+        for _ in range(100):
+            DirectoryLock(tmp_path).release()
+    finally:
+        over.set()
+        looker.join()

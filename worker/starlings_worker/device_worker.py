@@ -23,6 +23,7 @@ from starlings_protos.messages import EngineDown, Hello, Leaving, WorkerId
 from starlings_protos.version import PROTOCOL_MAX, PROTOCOL_MIN, package_version
 from starlings_worker.addresses import WILDCARDS, host_on_the_way_to, own_hosts
 from starlings_worker.control_stream import ControlStream
+from starlings_worker.desk import Desk
 from starlings_worker.device_classes import DeviceClass, device_class
 from starlings_worker.device_list import ListedDevice
 from starlings_worker.engine_child import EngineChild, EngineEnd
@@ -32,9 +33,11 @@ from starlings_worker.errors import ExitCode, WorkerError
 from starlings_worker.lock import lock_directory
 from starlings_worker.membership import Membership
 from starlings_worker.narrator import Narrator
-from starlings_worker.options import WorkerOptions
+from starlings_worker.options import WorkerEvent, WorkerOptions
 from starlings_worker.platform import machine_id
 
+# Exit code of a worker that was told to end at once: what shells report for a program that Ctrl-C ended.
+INTERRUPTED = 130
 # After Finish the engine ends by itself within this time, or is ended.
 FINISH_WITHIN_S = 20.0
 # What is still to be said when the worker ends gets this long.
@@ -63,7 +66,9 @@ class DeviceWorker:
         self._number = number
         self._device_count = device_count
         self._class: DeviceClass | None = device_class(options.emulate) if options.emulate else None
-        self._narrator = Narrator(options.on_event)
+        self._narrator = Narrator(self._tell)
+        # While the directory is locked: what commands of this machine see and ask.
+        self._desk: Desk | None = None
         self._rng = random.Random(secrets.randbits(64))
         self._nonce = secrets.randbits(63) + 1
         self._membership: Membership | None = None
@@ -71,12 +76,16 @@ class DeviceWorker:
         self._stream: ControlStream | None = None
         # Of the present life: kept until the engine can take it.
         self._welcome: control_pb2.Welcome | None = None
+        # The stream was up before, and is not now.
+        self._cut_off = False
         self._heartbeat = control_pb2.ToCoordinator(heartbeat=control_pb2.Heartbeat())
         self._heartbeat_interval_s = 2.0
         self._job_digest = ""
         # What to tell the coordinator when the stream is up: the engine's end.
         self._untold_end: EngineDown | None = None
         self._leaving: str | None = None
+        # Somebody wanted it to end at once.
+        self.abandoned = False
         self._finish: control_pb2.Finish | None = None
         self._side_tasks: set[asyncio.Task[None]] = set()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -90,7 +99,9 @@ class DeviceWorker:
             StarlingsError: anything else, as one sentence with the fix. OSError: the directory cannot be written.
         """
         lock = lock_directory(self._directory)
-        tasks: list[asyncio.Task[None]] = []
+        self._desk = Desk(self._directory, self._options.drain_s)
+        tasks = [self._task(self._desk.serve(self._asked_to_leave))]
+        exit_code = int(ExitCode.DONE)
         try:
             enrolled = await self._joined()
             if enrolled is None:
@@ -103,7 +114,7 @@ class DeviceWorker:
                 "joined", f"This machine takes part in {enrolled.membership.job} as {self.worker_id}."
             )
             await self._prepare_engine(enrolled.membership)
-            tasks = [
+            tasks += [
                 self._task(self._keep_engine()),
                 self._task(self._keep_stream()),
                 self._task(self._beat()),
@@ -111,15 +122,28 @@ class DeviceWorker:
             ]
             await self._over
         except Exception as error:
-            self._narrator.tell(
-                "failed", str(error), {"exit_code": int(getattr(error, "exit_code", ExitCode.BUG))}
-            )
+            exit_code = int(getattr(error, "exit_code", ExitCode.BUG))
+            self._narrator.tell("failed", str(error), {"exit_code": exit_code})
             raise
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._desk.end(INTERRUPTED if self.abandoned else exit_code)
             lock.release()
+
+    def _tell(self, event: WorkerEvent) -> None:
+        if self._desk is not None:
+            self._desk.heard(event)
+        if self._options.on_event is not None:
+            self._options.on_event(event)
+
+    def _asked_to_leave(self, now: bool) -> None:
+        """By a command on this machine."""
+        if now:
+            self.abandon()
+        else:
+            self.leave("asked to by `starlings leave`")
 
     async def _joined(self) -> Enrolled | None:
         """The membership; None when a signal came first."""
@@ -171,9 +195,14 @@ class DeviceWorker:
 
     def abandon(self) -> None:
         """End now, whatever is lost."""
+        self.abandoned = True
         if self._engine is not None:
             self._engine.kill()
         self._end_well("told to end at once")
+
+    @property
+    def ending(self) -> bool:
+        return self._leaving is not None or self._over.done()
 
     @property
     def worker_id(self) -> str:
@@ -318,6 +347,9 @@ class DeviceWorker:
             self._narrator.tell(
                 "connected", "The coordinator has welcomed this worker.", {"incarnation": welcome.incarnation}
             )
+        elif self._cut_off:
+            self._narrator.tell("connected", "The coordinator is back.", {"incarnation": welcome.incarnation})
+        self._cut_off = False
         if self._untold_end is not None and self._stream is not None:
             # The engine of the life that this Welcome goes on with ended while the stream was down.
             self._stream.say(self._untold_end)
@@ -339,6 +371,7 @@ class DeviceWorker:
             await engine.send(process_pb2.ToEngine(drain=drain))
 
     async def _stream_down(self, reason: str) -> None:
+        self._cut_off = True
         if self._engine is not None:
             await self._engine.send(process_pb2.ToEngine(link=process_pb2.ControlLink(up=False)))
 

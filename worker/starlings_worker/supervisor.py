@@ -13,7 +13,8 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,18 @@ import platformdirs
 
 from starlings_protos.errors import StarlingsError
 from starlings_protos.invite import Invite, parse_invite
+from starlings_protos.notify import Notifier
 from starlings_worker.device_classes import device_class
 from starlings_worker.device_list import ListedDevice, choose_devices
-from starlings_worker.device_worker import DeviceWorker
+from starlings_worker.device_worker import INTERRUPTED, DeviceWorker
 from starlings_worker.errors import ExitCode, WorkerError
-from starlings_worker.options import WorkerOptions
+from starlings_worker.options import WorkerEvent, WorkerOptions
 from starlings_worker.platform import stop_signals
 
 __all__ = ["run_worker", "worker_directory"]
 
-# What shells report for a program that Ctrl-C ended.
-_INTERRUPTED = 130
+
+_TICK_S = 1.0
 
 
 def worker_directory(job: str) -> Path:
@@ -53,7 +55,34 @@ def run_worker(options: WorkerOptions) -> int:
     devices = choose_devices(options.devices)
     if options.emulate:
         device_class(options.emulate)
-    return asyncio.run(_run(options, invite, directory, devices))
+    notifier = Notifier.from_environment()
+    try:
+        return asyncio.run(
+            _run(
+                replace(options, on_event=_also(notifier, options.on_event)),
+                invite,
+                directory,
+                devices,
+                notifier,
+            )
+        )
+    finally:
+        notifier.close()
+
+
+def _also(
+    notifier: Notifier, listener: Callable[[WorkerEvent], None] | None
+) -> Callable[[WorkerEvent], None]:
+    """Passes events on to the listener, and to the service manager what is for it."""
+
+    def heard(event: WorkerEvent) -> None:
+        notifier.status(event.text)
+        if event.kind == "connected":
+            notifier.ready()
+        if listener is not None:
+            listener(event)
+
+    return heard
 
 
 def _directory(options: WorkerOptions, invite: Invite | None) -> Path:
@@ -67,7 +96,11 @@ def _directory(options: WorkerOptions, invite: Invite | None) -> Path:
 
 
 async def _run(
-    options: WorkerOptions, invite: Invite | None, directory: Path, devices: tuple[ListedDevice, ...]
+    options: WorkerOptions,
+    invite: Invite | None,
+    directory: Path,
+    devices: tuple[ListedDevice, ...],
+    notifier: Notifier,
 ) -> int:
     workers = [
         DeviceWorker(
@@ -82,11 +115,13 @@ async def _run(
         for number, device in enumerate(devices)
     ]
     tasks = [asyncio.create_task(worker.run()) for worker in workers]
+    ticking = asyncio.create_task(_tick(notifier, workers))
     signals = 0
 
     def on_signal(name: str) -> None:
         nonlocal signals
         signals += 1
+        notifier.stopping()
         for worker in workers:
             if signals == 1:
                 worker.leave(f"{name} received")
@@ -95,9 +130,19 @@ async def _run(
 
     with _signals(on_signal):
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-    if signals > 1:
-        return _INTERRUPTED
+    ticking.cancel()
+    notifier.stopping()
+    if any(worker.abandoned for worker in workers):
+        return INTERRUPTED
     return _sum_up(outcomes)
+
+
+async def _tick(notifier: Notifier, workers: Sequence[DeviceWorker]) -> None:
+    while True:
+        await asyncio.sleep(_TICK_S)
+        if all(worker.ending for worker in workers):
+            notifier.stopping()
+        notifier.tick()
 
 
 def _sum_up(outcomes: list[BaseException | None]) -> int:
