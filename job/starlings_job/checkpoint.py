@@ -4,116 +4,45 @@
     <url>/00000040/layers.3.optimizer.safetensors   optimizer tensors, as "exp_avg:NAME"
     <url>/00000040/manifest.json                    every file's size and SHA-256; written last
 
-A version without a manifest does not exist. On a local disk a version is built in a folder of another name
-and renamed when it is whole, so a crash leaves what was there. There is one writer per url. Torch-free.
+A version whose manifest or any of its files is absent does not exist. There is one writer per url; how it stays true
+that a crash leaves the newest version that was whole is in `checkpoint_places.py`. Torch-free.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
+import logging
 import mmap
-import os
-import re
-import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
-import fsspec
-
+from starlings_job.checkpoint_places import open_url, place_of, version_folders
 from starlings_job.errors import CheckpointError, disk_full_explained
+from starlings_job.manifest import (
+    MANIFEST,
+    MANIFEST_LIMIT_BYTES,
+    BlockEntry,
+    FileEntry,
+    Manifest,
+    block_name,
+)
 from starlings_job.safetensors_io import read_buffer, write_file
 from starlings_job.state import PARAMETER, RawTensor, Tensorlike, block_digest
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-MANIFEST_LIMIT_BYTES = 64 << 20
-_VERSION = re.compile(r"[0-9]{8,}")
-_BLOCK = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_BUILDING = ".building"
-_REPLACED = ".replaced"
+__all__ = [
+    "BlockEntry",
+    "CheckpointWriter",
+    "FileEntry",
+    "Manifest",
+    "load_manifest",
+    "newest_version",
+    "read_block",
+    "versions",
+]
 
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    name: str
-    byte_count: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class BlockEntry:
-    """A block's files and the digest of its state. `optimizer` is None at version 0."""
-
-    digest: str
-    parameters: FileEntry
-    optimizer: FileEntry | None
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    version: int
-    blocks: Mapping[str, BlockEntry]
-    # What the writer wanted to be known: tokens, job, ...
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def byte_count(self) -> int:
-        files = [f for b in self.blocks.values() for f in (b.parameters, b.optimizer) if f is not None]
-        return sum(f.byte_count for f in files)
-
-    def to_json(self) -> bytes:
-        record = {"format": FORMAT, "facts": dict(self.facts), "version": self.version}
-        record["blocks"] = {name: asdict(entry) for name, entry in self.blocks.items()}
-        return json.dumps(record, indent=1, sort_keys=True).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Manifest:
-        """Raises CheckpointError when malformed."""
-        try:
-            record = json.loads(data)
-            if record["format"] != FORMAT:
-                raise CheckpointError(f"the checkpoint is not of format {FORMAT}")
-            blocks = {}
-            for name, entry in record["blocks"].items():
-                optimizer = entry["optimizer"]
-                blocks[_block_name(name)] = BlockEntry(
-                    str(entry["digest"]),
-                    _file_entry(entry["parameters"]),
-                    None if optimizer is None else _file_entry(optimizer),
-                )
-            version = record["version"]
-            if type(version) is not int or not 0 <= version < 2**62:
-                raise ValueError(version)
-            return cls(version, blocks, dict(record["facts"]))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise CheckpointError("the checkpoint's manifest is malformed") from None
-
-
-def _file_entry(record: Mapping[str, Any]) -> FileEntry:
-    name, count, digest = record["name"], record["byte_count"], record["sha256"]
-    # A manifest may come from elsewhere: its file names must not lead out of the folder.
-    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", name) or name.startswith("."):
-        raise ValueError(name)
-    if type(count) is not int or not 0 <= count < 2**62 or not re.fullmatch(r"[0-9a-f]{64}", digest):
-        raise ValueError(name)
-    return FileEntry(name, count, digest)
-
-
-def _block_name(name: str) -> str:
-    if not _BLOCK.fullmatch(name) or name.startswith("."):
-        raise CheckpointError(f"{name[:80]!r} is no block name")
-    return name
-
-
-def _open_url(url: str | Path) -> tuple[Any, str, bool]:
-    """File system, root path, and whether it is a local disk."""
-    filesystem, root = fsspec.core.url_to_fs(os.path.abspath(url) if isinstance(url, Path) else str(url))
-    protocol = filesystem.protocol if isinstance(filesystem.protocol, str) else filesystem.protocol[0]
-    return filesystem, root.rstrip("/"), protocol in ("file", "local")
+logger = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
@@ -125,15 +54,14 @@ class CheckpointWriter:
 
     def __init__(self, url: str | Path, version: int, *, keep: int = 0) -> None:
         """`keep`: how many versions remain afterwards, this one included; 0 = all."""
-        self._filesystem, self._root, self._local = _open_url(url)
-        self._url, self.version, self._keep = str(url), version, keep
-        self._final = f"{self._root}/{version:08d}"
-        self._folder = self._final + _BUILDING if self._local else self._final
+        self._url, self.version, self._keep = url, version, keep
         self._blocks: dict[str, BlockEntry] = {}
         self._finished = False
-        with disk_full_explained("a checkpoint", self._url):
-            self._remove(self._folder)
-            self._filesystem.makedirs(self._folder, exist_ok=True)
+        with disk_full_explained("a checkpoint", url):
+            known = next((m for m in _whole(url) if m.version == version), None)
+        self._place = place_of(url, version, known)
+        with self._undone_on_error():
+            self._place.begin()
 
     def add_block(self, block: str, tensors: Mapping[str, Tensorlike]) -> str:
         """Writes a block's state, named "param:NAME", "exp_avg:NAME", ...; returns its digest.
@@ -142,7 +70,7 @@ class CheckpointWriter:
             DiskFull: no space; the version is as if it had never been begun.
             CheckpointError: the block was added before, or has no parameters.
         """
-        _block_name(block)
+        block_name(block)
         parameters = {n.removeprefix(PARAMETER): t for n, t in tensors.items() if n.startswith(PARAMETER)}
         optimizer = {n: t for n, t in tensors.items() if not n.startswith(PARAMETER)}
         if block in self._blocks:
@@ -155,26 +83,26 @@ class CheckpointWriter:
         return self._blocks[block].digest
 
     def finish(self, facts: Mapping[str, Any] | None = None) -> Manifest:
-        """Makes the version visible, then forgets versions beyond `keep`.
+        """Makes the version visible, then forgets versions beyond `keep` and what crashes left behind.
 
         Raises:
             DiskFull: no space; the version is as if it had never been begun.
         """
         manifest = Manifest(self.version, dict(self._blocks), dict(facts or {}))
         with self._undone_on_error():
-            with self._create(MANIFEST) as file:
-                file.write(manifest.to_json())
-            if self._local:
-                _replace_folder(self._folder, self._final)
+            self._place.publish(manifest)
         self._finished = True
-        if self._keep:
-            self._forget_old()
+        try:
+            self._tidy()
+        except OSError as error:
+            # The version is there, which is what counts; the next one tidies up.
+            logger.warning("old checkpoints could not be removed from %s: %s", self._url, error)
         return manifest
 
     def abort(self) -> None:
         """Removes what was written; harmless after `finish`."""
         if not self._finished:
-            self._remove(self._folder)
+            self._place.abandon()
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -184,18 +112,9 @@ class CheckpointWriter:
             self.abort()
 
     def _write(self, name: str, tensors: Mapping[str, Tensorlike]) -> FileEntry:
-        with self._undone_on_error(), self._create(name) as file:
-            written = write_file(file, tensors)
-        return FileEntry(name, written.byte_count, written.sha256)
-
-    @contextlib.contextmanager
-    def _create(self, name: str) -> Iterator[BinaryIO]:
-        """A new file of the version; on a local disk its bytes are on the disk when the block ends."""
-        with self._filesystem.open(f"{self._folder}/{name}", "wb") as file:
-            yield cast(BinaryIO, file)
-            if self._local:
-                file.flush()
-                os.fsync(file.fileno())
+        with self._undone_on_error(), self._place.new_file(name) as (written_name, file):
+            written = write_file(cast(Any, file), tensors)
+        return FileEntry(written_name, written.byte_count, written.sha256)
 
     @contextlib.contextmanager
     def _undone_on_error(self) -> Iterator[None]:
@@ -208,79 +127,34 @@ class CheckpointWriter:
                 self.abort()
             raise
 
-    def _remove(self, folder: str) -> None:
-        # The manifest first: from then on the version does not exist.
-        with contextlib.suppress(FileNotFoundError):
-            self._filesystem.rm_file(f"{folder}/{MANIFEST}")
-        with contextlib.suppress(FileNotFoundError):
-            self._filesystem.rm(folder, recursive=True)
-
-    def _forget_old(self) -> None:
-        known = [v for v in versions(self._url) if v != self.version]
-        for version in known[: max(0, len(known) + 1 - self._keep)]:
-            self._remove(f"{self._root}/{version:08d}")
-        if self._local:
-            # What a crash left behind; this process is the only writer.
-            for leftover in Path(self._root).glob(f"*{_BUILDING}"):
-                self._remove(str(leftover))
+    def _tidy(self) -> None:
+        # First: what is healed after its version was forgotten would come back.
+        self._place.remove_leftovers()
+        known = [m.version for m in _whole(self._url) if m.version != self.version]
+        for version in known[: max(0, len(known) + 1 - self._keep)] if self._keep else ():
+            self._place.forget(version)
 
 
-def _replace_folder(new: str, final: str) -> None:
-    """Gives the folder `new` the name `final`; an older one of that name stays until then."""
-    old = final + _REPLACED
-    for last_try in (False, False, True):
-        shutil.rmtree(old, ignore_errors=True)
-        if os.path.isdir(final):
-            os.replace(final, old)
+def _whole(url: str | Path) -> list[Manifest]:
+    """Of every version that is there with all its files, the manifest; ascending."""
+    found = []
+    for version, sizes in version_folders(url):
         try:
-            os.replace(new, final)
-            break
-        except OSError:
-            # A reader may have healed what looked like a crash between the two renames.
-            if os.path.isdir(old) and not os.path.isdir(final):
-                os.replace(old, final)
-            if last_try:
-                raise
-    shutil.rmtree(old, ignore_errors=True)
-    sync_folder(os.path.dirname(final))
-
-
-def sync_folder(path: str | Path) -> None:
-    """Makes renames in a folder durable, where the system can."""
-    flags = getattr(os, "O_DIRECTORY", None)
-    if flags is None:
-        return
-    with contextlib.suppress(OSError):
-        handle = os.open(path, os.O_RDONLY | flags)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+            manifest = load_manifest(url, version)
+        except CheckpointError:
+            continue
+        if all(sizes.get(file.name, -1) in (file.byte_count, None) for file in manifest.files):
+            found.append(manifest)
+    return found
 
 
 def versions(url: str | Path) -> tuple[int, ...]:
-    """Complete versions, ascending; empty when there is no such place."""
-    filesystem, root, local = _open_url(url)
-    if local:
-        _heal(Path(root))
-    filesystem.invalidate_cache()
-    try:
-        names = [str(path).rstrip("/").rpartition("/")[2] for path in filesystem.ls(root, detail=False)]
-    except FileNotFoundError:
-        return ()
-    found = (name for name in names if _VERSION.fullmatch(name))
-    return tuple(sorted(int(name) for name in found if filesystem.exists(f"{root}/{name}/{MANIFEST}")))
+    """Complete versions, ascending; empty when there is no such place. Contents are checked when they are read.
 
-
-def _heal(root: Path) -> None:
-    """A crash between the two renames of `_replace_folder` left the older version under another name."""
-    if not root.is_dir():
-        return
-    for old in root.glob(f"*{_REPLACED}"):
-        final = old.with_name(old.name.removesuffix(_REPLACED))
-        if not final.exists():
-            with contextlib.suppress(OSError):
-                os.replace(old, final)
+    Raises:
+        OSError: the storage does not answer.
+    """
+    return tuple(manifest.version for manifest in _whole(url))
 
 
 def newest_version(url: str | Path) -> int | None:
@@ -295,7 +169,7 @@ def load_manifest(url: str | Path, version: int) -> Manifest:
     Raises:
         CheckpointError: no such version, or a malformed manifest.
     """
-    filesystem, root, _ = _open_url(url)
+    filesystem, root, _ = open_url(url)
     data = _read(filesystem, f"{root}/{version:08d}/{MANIFEST}", MANIFEST_LIMIT_BYTES)
     manifest = Manifest.from_json(data)
     if manifest.version != version:
@@ -320,7 +194,7 @@ def read_block(
     Raises:
         CheckpointError: no such block, or bytes that do not match.
     """
-    filesystem, root, local = _open_url(url)
+    filesystem, root, local = open_url(url)
     manifest = manifest or load_manifest(url, version)
     entry = manifest.blocks.get(block)
     if entry is None:

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from starlings_job.checkpoint import CheckpointWriter, sync_folder
+from starlings_job.checkpoint import CheckpointWriter
 from starlings_job.data.prepare_text import write_text
 from starlings_job.data.shapes import write_shapes
 from starlings_job.data.tokenizer import load_tokenizer, resolve_tokenizer, save_tokenizer
 from starlings_job.description import ModelDescription, describe, describe_config_file
 from starlings_job.errors import JobFileError, disk_full_explained
 from starlings_job.importing import hugging_face_state
+from starlings_job.local_files import sync_folder
 from starlings_job.model import initial_state, measure_profile, raw_tensor
 from starlings_job.model.stage import meta_tensors
 from starlings_job.prepared import (
@@ -176,6 +177,8 @@ def _move_in(building: Path, out: Path) -> None:
     entries = sorted(building.iterdir(), key=lambda path: path.name == PREPARED_FILE)
     for entry in entries:
         target = out / entry.name
+        if entry.name == PREPARED_FILE:
+            sync_folder(out)
         if target.is_dir():
             shutil.rmtree(target)
         os.replace(entry, target)
