@@ -1,16 +1,23 @@
 """What must hold across the whole swarm, whatever happened; each rule is checked literally, on symbols.
 
 - A step is applied with exactly the step's microbatches, each once, in every stage (`applied`).
-- Replicas of a block agree at every version, within a numeric class (`holds`).
+- Replicas of a block agree at every version, within a numeric class (`holds`); where there is one class only, every
+  state is the one that an undisturbed machine would have (see reference.py).
 - A step is committed when every holder of the plan has said Prepared, with one set of numbers (`step_committed`).
 - A microbatch of one attempt is leased to one living worker at a time (`granted`).
 - What a route claims passes every stage once (`done`).
+- What is served to others, and what a checkpoint holds, is one committed version exactly (`served`, `saved`).
+- Nobody trains uncredited: who computes holds a place in a plan that was sent to this very life, and the gradient of a
+  committed step was computed by lives that are not over, those that get the credit (see credit.py).
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from starlings_coordinator.core.records import StepRecorded
 from starlings_protos.messages import (
     Assignment,
     Lease,
@@ -18,41 +25,59 @@ from starlings_protos.messages import (
     MicrobatchDone,
     MicrobatchKey,
     Prepared,
+    Span,
     StepCommitted,
     WorkerId,
 )
-from starlings_simulator.symbolic import Device, require, whole_route
+from starlings_simulator.credit import Credit
+from starlings_simulator.reference import Reference
+from starlings_simulator.symbolic import Device, Piece, require, whole_route
 from starlings_worker.core.effects import ApplyStep, ReplayStep
 
 
 @dataclass(slots=True)
 class Checker:
     microbatches_per_step: int
+    # None: numeric classes are mixed, or the coordinator has a schedule of its own.
+    reference: Reference | None = None
+    # (worker, since) -> whether a fault hit it since then, or the coordinator sent it away. None: not known.
+    harmed: Callable[[WorkerId, float], bool] | None = None
+    credit: Credit = field(default_factory=Credit)
     # (version, block, numeric class) -> state; first come fixes it.
     states: dict[tuple[int, int, str], str] = field(default_factory=dict)
     # Attempt under which each step was committed in the present line of versions.
     committed: dict[int, StepCommitted] = field(default_factory=dict)
     leased: dict[MicrobatchKey, WorkerId] = field(default_factory=dict)
-    # Who holds a span of the newest plan, and who said Prepared for what.
+    # Who holds what in the newest plan since when, and who said Prepared for what.
     plan_version: int = 0
-    holders: set[WorkerId] = field(default_factory=set)
+    planned_at_s: float = 0.0
+    holders: dict[WorkerId, Span] = field(default_factory=dict)
     prepared: dict[tuple[int, int], set[WorkerId]] = field(default_factory=dict)
     finished: set[MicrobatchKey] = field(default_factory=set)
     stage_count: int = 0
     steps_applied: int = 0
     highest_version: int = 0
+    # Committed at some time, perhaps in a line of versions that is void by now: a life that was given up may not have
+    # heard of that, and what it does on its own device harms nobody.
+    ever_committed: int = 0
     rewinds: int = 0
+    # Spans that were fetched, per worker: one resync is one of them.
+    downloads: Counter[WorkerId] = field(default_factory=Counter)
 
     def assigned(self, assignment: Assignment) -> None:
         self.stage_count = len(assignment.stages)
 
-    def planned(self, worker_id: WorkerId, assignment: Assignment) -> None:
-        """The coordinator sends a worker its place in a plan."""
-        if assignment.plan_version > self.plan_version:
-            self.plan_version = assignment.plan_version
-            self.holders = {worker_id} | {peer.worker_id for peer in assignment.peers}
-            self.prepared.clear()
+    def planned(self, worker_id: WorkerId, assignment: Assignment, now_s: float) -> None:
+        """The coordinator sends a worker its place in a plan; an observer has none yet."""
+        if assignment.observer:
+            return
         self.rewound(assignment.version)
+        if assignment.plan_version > self.plan_version:
+            self.plan_version, self.planned_at_s = assignment.plan_version, now_s
+            self.holders = {peer.worker_id: peer.span for peer in assignment.peers if peer.span is not None}
+            self.holders[worker_id] = assignment.span
+            self.prepared.clear()
+        self.credit.planned(worker_id, assignment.plan_version)
 
     def said_prepared(self, worker_id: WorkerId, message: Prepared) -> None:
         self.prepared.setdefault((message.step, message.attempt), set()).add(worker_id)
@@ -62,15 +87,27 @@ class Checker:
         if version >= self.highest_version:
             return
         self.rewinds += 1
+        bare = [stage for stage in range(self.stage_count) if self._has_lost(stage)]
+        require(
+            bool(bare) or self.harmed is None,
+            f"training goes back from version {self.highest_version} to {version}, and yet every stage has a holder to "
+            f"whom nothing happened: {self.holders}",
+        )
         self.highest_version = version
         self.committed = {step: commit for step, commit in self.committed.items() if step < version}
         self.states = {key: state for key, state in self.states.items() if key[0] <= version}
         self.leased = {key: holder for key, holder in self.leased.items() if key.step < version}
         self.finished = {key for key in self.finished if key.step < version}
+        self.credit.rewound(version)
+
+    def _has_lost(self, stage: int) -> bool:
+        """Whether something happened to all holders of a stage since the plan was made."""
+        holders = [worker_id for worker_id, span in self.holders.items() if stage in span]
+        return self.harmed is not None and all(self.harmed(w, self.planned_at_s) for w in holders)
 
     def step_committed(self, message: StepCommitted) -> None:
         if message.step not in self.committed:
-            missing = self.holders - self.prepared.get((message.step, message.attempt), set())
+            missing = self.holders.keys() - self.prepared.get((message.step, message.attempt), set())
             require(
                 not missing, f"step {message.step} is committed although {sorted(missing)} are not prepared"
             )
@@ -81,9 +118,15 @@ class Checker:
             f"step {message.step} was committed twice, differently: {known} and {message}",
         )
         self.highest_version = max(self.highest_version, message.step + 1)
+        self.ever_committed = max(self.ever_committed, self.highest_version)
+
+    def recorded(self, record: StepRecorded) -> None:
+        self.credit.committed(record, self.microbatches_per_step, self.stage_count)
 
     def applied(self, worker_id: WorkerId, device: Device, effect: ApplyStep | ReplayStep) -> None:
         commit = self.committed.get(effect.step)
+        if commit is None and effect.step < self.ever_committed:
+            return
         require(commit is not None, f"{worker_id} applies step {effect.step}, which was not committed")
         assert commit is not None
         device.exactly_once(effect.step, commit.attempt, self.microbatches_per_step)
@@ -91,12 +134,49 @@ class Checker:
 
     def holds(self, worker_id: WorkerId, device: Device) -> None:
         for block, state in device.states.items():
-            key = (device.version, block, device.numeric_class + device.lineage)
-            known = self.states.setdefault(key, state)
+            self._is_right(worker_id, device.version, block, state, device.numeric_class + device.lineage)
+
+    def _is_right(
+        self, who: str, version: int, block: int, state: str, numeric_class: str | None = None
+    ) -> None:
+        """`numeric_class`: None where it is not known whose arithmetic made the state."""
+        require(
+            version <= self.ever_committed,
+            f"{who} has version {version}, and only {self.highest_version} is committed",
+        )
+        if self.reference is not None:
+            wanted = self.reference.state(version, block)
+            require(
+                state == wanted,
+                f"{who} has {state} as block {block} at version {version}, one machine would have {wanted}",
+            )
+        elif numeric_class is not None and version <= self.highest_version:
+            known = self.states.setdefault((version, block, numeric_class), state)
             require(
                 known == state,
-                f"{worker_id} has {state} as block {block} at version {device.version}, others have {known}",
+                f"{who} has {state} as block {block} at version {version}, others have {known}",
             )
+
+    def served(self, worker_id: WorkerId, version: int, block: int, state: str) -> None:
+        """A worker gives a block of a version to another worker or to the keeper."""
+        self._is_right(f"what {worker_id} serves", version, block, state)
+
+    def served_update(self, worker_id: WorkerId, step: int, group: str, piece: Piece) -> None:
+        """A donor gives what a group exchanged in a step: that of the committed attempt, each microbatch once."""
+        commit = self.committed.get(step)
+        require(commit is not None, f"{worker_id} serves the update of step {step}, which is not committed")
+        assert commit is not None
+        ends = ("first", "last") if group == "tied" else ("",)
+        wanted = {
+            (end, step, commit.attempt, index): 1.0
+            for end in ends
+            for index in range(self.microbatches_per_step)
+        }
+        require(dict(piece) == wanted, f"{worker_id} serves {piece} as the update of {group} in step {step}")
+
+    def saved(self, version: int, states: dict[int, str]) -> None:
+        for block, state in states.items():
+            self._is_right("the checkpoint", version, block, state)
 
     def loaded(self, worker_id: WorkerId, device: Device, *, observes: bool = False) -> None:
         """A span came from the keeper; where classes differ, its state is of one class and now everybody's."""
@@ -106,6 +186,7 @@ class Checker:
             for block, state in device.states.items():
                 self.states[device.version, block, device.numeric_class] = state
         self.holds(worker_id, device)
+        self.downloads[worker_id] += 1
 
     def granted(self, worker_id: WorkerId, lease: Lease) -> None:
         if lease.key.kind is not LeaseKind.TRAIN:

@@ -17,8 +17,6 @@ from starlings_coordinator.core.effects import (
 )
 from starlings_coordinator.core.events import (
     Booted,
-    CheckpointFailed,
-    CheckpointSaved,
     Event,
     KeeperStarted,
     Now,
@@ -28,6 +26,7 @@ from starlings_coordinator.core.events import (
     WorkerDisconnected,
     WorkerSaid,
 )
+from starlings_coordinator.core.records import PlanAdopted, StepRecorded, WorkerAdmitted
 from starlings_protos.messages import (
     Assignment,
     Heartbeat,
@@ -41,12 +40,18 @@ from starlings_protos.messages import (
     Refused,
     StepCommitted,
     ToCoordinator,
+    WorkerId,
 )
 from starlings_simulator.control import ControlStream
+from starlings_simulator.faults import Moment
+from starlings_simulator.keeper import SimulatedKeeper
 from starlings_simulator.network import Process
 from starlings_simulator.world import World
 
-TICK_S = 0.25
+TICK_S = 0.5
+# How a loss is announced for which there must be a cause outside the coordinator.
+ABSENCE = ("its connection ended", "nothing was heard", "it was started again")
+STARTED_AT_WALL_S = 1_700_000_000.0
 
 
 class CoordinatorCore(Protocol):
@@ -70,7 +75,7 @@ class Coordinator:
         world: World,
         restore: Callable[[Sequence[object]], CoordinatorCore],
         plan: Callable[[PlanRequest], PlanReply],
-        keeper: Keeper,
+        keeper: SimulatedKeeper,
         rng: random.Random,
     ) -> None:
         self.world = world
@@ -81,7 +86,9 @@ class Coordinator:
         self._rng = rng
         self._streams: dict[int, ControlStream] = {}
         self._log: list[object] = []
-        self._dies_after_writing = False
+        # Which records are its last when it is to die in the worst moment; () when it is not.
+        self._dies_after: tuple[type, ...] = ()
+        self.wall_offset_s = 0.0
         self.ended: JobEnded | None = None
         self.core = restore(())
         self.start()
@@ -97,18 +104,28 @@ class Coordinator:
 
     def crash(self) -> None:
         """At once, or in the worst moment: the next records are written, their effects never leave."""
+        if not self.process.alive:
+            return
         if self._rng.random() < 0.5:
             self._die()
         else:
-            self._dies_after_writing = True
+            self._dies_after = (object,)
             process = self.process
             self.world.clock.after(2.0, lambda: self._die() if self.process is process else None)
+
+    def crash_after(self, *kinds: type) -> None:
+        """As soon as such a record is written, before anybody hears of it."""
+        if self.process.alive:
+            self._dies_after = kinds
+
+    def crash_now(self) -> None:
+        self._die()
 
     def _die(self) -> None:
         if not self.process.alive or self.ended is not None:
             return
         self.world.note("coordinator", "!!", "crashes")
-        self._dies_after_writing = False
+        self._dies_after = ()
         self.process.kill()
         for stream in list(self._streams.values()):
             stream.break_off()
@@ -121,10 +138,14 @@ class Coordinator:
         if not quiet:
             self.world.note("coordinator", "<-", event)
         now_s = self.world.now_s
-        records, effects = self.core.handle(event, Now(now_s, 1_700_000_000.0 + now_s, "boot"))
-        self.core.validate()
+        wall_s = STARTED_AT_WALL_S + now_s + self.wall_offset_s
+        records, effects = self.core.handle(event, Now(now_s, wall_s, "boot"))
+        if records or effects or not quiet:
+            self.core.validate()
         self._log += records
-        if records and self._dies_after_writing:
+        for record in records:
+            self._written(record)
+        if any(isinstance(record, self._dies_after) for record in records):
             self._die()
             return
         for effect in effects:
@@ -132,6 +153,18 @@ class Coordinator:
                 self.world.note("coordinator", "->", effect)
             self._execute(effect)
         self.world.happened()
+
+    def _written(self, record: object) -> None:
+        match record:
+            case WorkerAdmitted():
+                self.world.checker.credit.admitted(record)
+            case StepRecorded():
+                self.world.checker.recorded(record)
+                self.world.reached(Moment.COMMIT_WRITTEN, None)
+            case PlanAdopted():
+                self.world.reached(Moment.PLAN_WRITTEN, None)
+            case _:
+                pass
 
     def _tick(self) -> None:
         def ticked() -> None:
@@ -180,7 +213,7 @@ class Coordinator:
             case SaveCheckpoint():
                 self._save(effect)
             case Announce():
-                pass
+                self._announced(effect)
             case JobEnded():
                 self.ended = effect
 
@@ -193,26 +226,23 @@ class Coordinator:
             case StepCommitted():
                 checker.step_committed(effect.message)
             case Assignment():
-                checker.planned(effect.worker_id, effect.message)
+                checker.planned(effect.worker_id, effect.message, self.world.now_s)
             case _:
                 pass
         stream = self._streams.get(effect.session)
         if stream is not None:
             stream.down(effect.message)
 
+    def _announced(self, effect: Announce) -> None:
+        """Who is sent away, or leaves, is no holder that training could go on with."""
+        worker_id, _, reason = effect.text.replace(":", " ").partition(" ")
+        absent = any(words in reason for words in ABSENCE)
+        if effect.kind in ("leave", "catch_up_failed") or (effect.kind == "lost" and not absent):
+            self.world.harm(WorkerId(worker_id))
+
     def _save(self, effect: SaveCheckpoint) -> None:
         def save() -> None:
-            if self._keeper.save(effect):
-                self.handle(CheckpointSaved(effect.version, f"checkpoints/{effect.version}", 1))
-            else:
-                self.handle(CheckpointFailed(effect.version, "a donor is gone"))
+            self.handle(self._keeper.save(effect))
 
         process = self.process
         self.world.clock.after(self._rng.uniform(0.2, 0.6), lambda: process.deliver(save))
-
-
-class Keeper(Protocol):
-    @property
-    def versions(self) -> tuple[int, ...]: ...
-
-    def save(self, effect: SaveCheckpoint) -> bool: ...

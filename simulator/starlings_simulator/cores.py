@@ -8,10 +8,13 @@ from starlings_coordinator.core.config import CoreConfig, Timings
 from starlings_coordinator.core.core import Core
 from starlings_coordinator.core.records import record_from_json, record_to_json
 from starlings_job.profile import BlockProfile, Profile
+from starlings_job.schedule import learning_rate
 from starlings_job.spec import JobSpec, parse_job
+from starlings_protos.messages import PlanReply, PlanRequest
 from starlings_simulator.coordinator import CoordinatorCore
+from starlings_simulator.reference import Reference
 from starlings_simulator.scenario import Scenario
-from starlings_simulator.simulation import CoreFactory
+from starlings_simulator.simulation import CoreFactory, Simulation, block_names
 from starlings_simulator.standin import StandIn
 
 SAMPLES_PER_MICROBATCH = 2
@@ -115,6 +118,24 @@ def restore_standin(
 ) -> CoordinatorCore:
     """It keeps no log: it starts from nothing."""
     return standin_core(scenario, names, count_targets)
+
+
+def simulation_of(
+    scenario: Scenario, core: str = "real", plan: Callable[[PlanRequest], PlanReply] | None = None
+) -> Simulation:
+    """Ready to run. With the real core and one numeric class every state is compared with an undisturbed machine's."""
+    reference = None
+    if core == "real" and scenario.single_class is not None:
+        job = job_of(scenario)
+        reference = Reference(
+            block_names(scenario.blocks),
+            scenario.microbatches,
+            lambda step: learning_rate(job.train, step, job.steps_total),
+            job.train.clip,
+            scenario.single_class,
+            tied=scenario.tied,
+        )
+    return Simulation(scenario, CORES[core], plan=plan, reference=reference)
 
 
 CORES: dict[str, CoreFactory] = {"real": restore_real, "standin": restore_standin}

@@ -7,18 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlings_protos.messages import (
-    Assignment,
     ExchangeHeader,
     LeaseGrant,
     LeaseKind,
     MicrobatchHeader,
     MicrobatchKey,
+    Prepared,
     Receipt,
     Refusal,
     ToCoordinator,
     ToWorker,
     WorkerId,
 )
+from starlings_simulator.faults import Moment
+from starlings_simulator.fetching import Fetching
+from starlings_simulator.history import History
 from starlings_simulator.network import NOT_CONNECTED, Envelope, Network, Outcome, Process, Receiver
 from starlings_simulator.symbolic import Activation, Device, Piece, Tensors, fingerprint, require
 from starlings_simulator.world import World
@@ -58,7 +61,6 @@ from starlings_worker.core.events import (
     ForwardComputed,
     GradientsCleared,
     Leg,
-    LoadFailed,
     MicrobatchArrived,
     MicrobatchNotSent,
     MicrobatchSent,
@@ -67,18 +69,24 @@ from starlings_worker.core.events import (
     PartNotSent,
     PartReduced,
     PartSent,
-    ReplayFailed,
-    SpanLoaded,
     StateDigested,
     StepApplied,
-    StepReplayed,
     Ticked,
 )
 
+# What a fault may lie in wait for.
+MOMENTS: dict[type, Moment] = {
+    ComputeForward: Moment.FORWARD,
+    ComputeBackward: Moment.BACKWARD,
+    OpenExchange: Moment.EXCHANGE,
+    ReducePart: Moment.EXCHANGE,
+    ApplyStep: Moment.COMMITTED,
+    Load: Moment.LOAD,
+    ReplayStep: Moment.REPLAY,
+}
 PartKey = tuple[Leg, int, int, str, int, WorkerId]
-TICK_S = 0.25
-_REPLAY_TRIES = 20
-_REPLAY_AGAIN_S = 0.1
+# Workers with nothing to do are looked at less often.
+TICK_S, IDLE_TICK_S = 0.5, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,8 @@ class EngineSpec:
     compute_failure: float = 0.0
     load_failure: float = 0.0
     exchange_failure: float = 0.0
+    # Of how many steps it keeps the updates at most.
+    updates_most: int = 64
 
 
 class Engine:
@@ -106,6 +116,7 @@ class Engine:
         network: Network,
         spec: EngineSpec,
         process: Process,
+        incarnation: int,
         rng: random.Random,
         say: Callable[[ToCoordinator], None],
         stopped: Callable[[Stop], None],
@@ -117,13 +128,16 @@ class Engine:
         self._rng = rng
         self._say = say
         self._stopped = stopped
+        self.incarnation = incarnation
         self.core = world.make_worker_core(spec.worker_id, rng.getrandbits(32))
         self._dice = random.Random(rng.getrandbits(64))
         self.device: Device | None = None
         self.tensors: dict[MicrobatchKey, Tensors] = {}
         self.parts: dict[PartKey, Piece] = {}
-        self._donors: tuple[WorkerId, ...] = ()
-        self._replay_tries = 0
+        self.history = History(spec.updates_most)
+        self.fetching = Fetching(self, rng)
+        # The newest life of each peer that showed itself: older ones are fenced.
+        self._lives: dict[WorkerId, int] = {}
         network.receivers[spec.worker_id] = Receiver(process, self.admit, self.arrived, self.aborted)
         self._tick()
 
@@ -138,12 +152,14 @@ class Engine:
         self.handle(ControlReceived(message))
 
     def handle(self, event: Event) -> None:
-        if not isinstance(event, Ticked):
+        quiet = isinstance(event, Ticked)
+        if not quiet:
             self.world.note(self.spec.worker_id, "<-", event)
-        for effect in self.core.handle(event, self.world.now_s, self._dice):
+        effects = self.core.handle(event, self.world.now_s, self._dice)
+        for effect in effects:
             self.world.note(self.spec.worker_id, "->", effect)
             self._execute(effect)
-        if self.process.alive:
+        if self.process.alive and (effects or not quiet):
             self.core.validate()
             self._check_memory()
         self.world.happened()
@@ -157,7 +173,9 @@ class Engine:
         def run() -> None:
             self.handle(Ticked())
             wake_at_s = self.core.wake_at_s
-            wait_s = TICK_S if wake_at_s is None else min(TICK_S, max(0.002, wake_at_s - self.world.now_s))
+            wait_s = TICK_S if self.core.loaded else IDLE_TICK_S
+            if wake_at_s is not None:
+                wait_s = min(wait_s, max(0.002, wake_at_s - self.world.now_s))
             if self.process.alive:
                 self.world.clock.after(wait_s, ticked)
 
@@ -167,6 +185,9 @@ class Engine:
 
     def admit(self, envelope: Envelope) -> Admission:
         now_s = self.world.now_s
+        fenced = self._fence(envelope)
+        if fenced is not None:
+            return fenced
         if isinstance(envelope.header, MicrobatchHeader):
             assert envelope.direction is not None
             answer = self.core.admit(envelope.direction, envelope.header, envelope.sender, now_s)
@@ -177,6 +198,20 @@ class Engine:
             self.world.note(self.spec.worker_id, "->", answer)
         self.core.validate()
         return answer
+
+    def _fence(self, envelope: Envelope) -> Rejection | None:
+        """A sender shows an assignment that was signed for one life; when a later one is known, that is over."""
+        sender = envelope.sender
+        assignment = self.core.assignment
+        planned = max(
+            (p.incarnation for p in (assignment.peers if assignment else ()) if p.worker_id == sender),
+            default=0,
+        )
+        newest = max(self._lives.get(sender, 0), planned)
+        if envelope.incarnation < newest:
+            return Rejection(Refusal.ASSIGNMENT, f"{sender} lives its life {newest}")
+        self._lives[sender] = envelope.incarnation
+        return None
 
     def arrived(self, envelope: Envelope) -> None:
         header = envelope.header
@@ -212,22 +247,37 @@ class Engine:
         match effect:
             case SendControl():
                 self._say(effect.message)
+                if isinstance(effect.message, Prepared):
+                    self.world.reached(Moment.PREPARED, self.spec.worker_id)
             case SendMicrobatch():
                 self._send_microbatch(effect)
             case SendPart():
                 self._send_part(effect)
             case UpdatePeers():
                 self.world.checker.assigned(effect.assignment)
-                self._meet(effect.assignment)
+                self.fetching.meet(effect.assignment)
             case ForgetMicrobatch():
                 self.tensors.pop(effect.key, None)
             case ForgetPart():
                 self.parts.pop(part_key(effect.leg, effect.header, effect.sender), None)
             case KeepHistory():
-                self._keep_history(effect)
+                self.history.keep(effect.versions, effect.updates_from)
             case Stop():
                 self._stopped(effect)
             case _:
+                if (
+                    isinstance(effect, ComputeForward | ComputeBackward)
+                    and effect.key.kind is LeaseKind.TRAIN
+                ):
+                    plan_version = self.core.assignment.plan_version if self.core.assignment else 0
+                    self.world.checker.credit.computes(
+                        self.spec.worker_id, self.incarnation, plan_version, effect.key
+                    )
+                if isinstance(effect, Load):
+                    self.fetching.begin(effect.assignment)
+                moment = MOMENTS.get(type(effect))
+                if moment is not None:
+                    self.world.reached(moment, self.spec.worker_id)
                 seconds = self._seconds(effect)
                 self.world.clock.after(
                     seconds, lambda: self.process.deliver(lambda: self._complete(effect, seconds))
@@ -238,7 +288,9 @@ class Engine:
         block_s = self.spec.seconds_per_block * noise
         match effect:
             case Load():
-                return 0.3 + noise * 0.2
+                return (0.3 + noise * 0.2) * (
+                    self._rng.choice([1, 1, 5, 15]) if effect.assignment.observer else 1
+                )
             case ComputeForward():
                 return block_s * self._blocks(effect.first_stage, effect.last_stage)
             case ComputeBackward():
@@ -266,7 +318,12 @@ class Engine:
             self.handle(MicrobatchNotSent(effect.direction, key, effect.to, certain, refusal, reason))
 
         envelope = Envelope(
-            self.spec.worker_id, effect.to, effect.header, payload, direction=effect.direction
+            self.spec.worker_id,
+            effect.to,
+            effect.header,
+            payload,
+            direction=effect.direction,
+            incarnation=self.incarnation,
         )
         self._network.push(self.process, envelope, report)
 
@@ -287,7 +344,9 @@ class Engine:
             _, refusal, reason = explain(outcome)
             self.handle(PartNotSent(effect.leg, header, effect.to, refusal, reason))
 
-        envelope = Envelope(self.spec.worker_id, effect.to, header, payload, leg=effect.leg)
+        envelope = Envelope(
+            self.spec.worker_id, effect.to, header, payload, leg=effect.leg, incarnation=self.incarnation
+        )
         self._network.push(self.process, envelope, report)
 
     # ------------------------------------------------------------------ the device
@@ -295,7 +354,7 @@ class Engine:
     def _complete(self, effect: Effect, seconds: float) -> None:
         """The device effect ends now: its symbols change at once, and the core hears of it."""
         if isinstance(effect, Load):
-            self._load(effect)
+            self.fetching.load(effect.assignment)
             return
         device = self.device
         require(device is not None, f"{effect} before anything was loaded")
@@ -315,76 +374,34 @@ class Engine:
                 self._exchange(device, effect)
             case ApplyStep():
                 self.world.checker.applied(self.spec.worker_id, device, effect)
-                device.apply(effect.step, effect.learning_rate, effect.clip_factor, snapshot=effect.snapshot)
+                aggregates = device.aggregates()
+                device.apply(effect.step, effect.learning_rate, effect.clip_factor)
+                self.history.applied(effect.step, aggregates)
+                if effect.snapshot:
+                    self.history.snapshot(device.version, device.states)
                 for key in list(self.parts):
                     if key[1] == effect.step:
                         del self.parts[key]
                 self.world.checker.holds(self.spec.worker_id, device)
                 self.handle(StepApplied(effect.step))
             case ReplayStep():
-                self._replay(device, effect)
+                self.fetching.replay(device, effect)
             case AdoptState() | DigestState():
                 if isinstance(effect, AdoptState):
                     device.adopt()
                     self.parts.clear()
                 require(device.version == effect.version, f"digest of {effect.version} at {device.version}")
                 if effect.snapshot:
-                    device.snapshots[device.version] = dict(device.states)
+                    self.history.snapshot(device.version, device.states)
                 self.handle(StateDigested(device.version, device.digests(self.world.block_names)))
             case _:
                 raise AssertionError(f"{effect} is no device effect")
 
-    def _load(self, effect: Load) -> None:
-        assignment = effect.assignment
-        self._meet(assignment)
+    def drop_everything(self) -> None:
         self.tensors = {}
         self.parts.clear()
         self.device = None
-        states = self.world.fetch(assignment, self.spec.worker_id)
-        if states is None or self._rng.random() < self.spec.load_failure:
-            self.handle(LoadFailed(assignment.plan_version, "no donor answered"))
-            return
-        self.device = Device(
-            assignment.stages, assignment.span, assignment.version, states, self.spec.numeric_class
-        )
-        self.world.checker.assigned(assignment)
-        self.world.checker.loaded(self.spec.worker_id, self.device, observes=assignment.observer)
-        digests = self.device.digests(self.world.block_names)
-        self.handle(SpanLoaded(assignment.plan_version, assignment.version, digests))
-
-    def _meet(self, assignment: Assignment) -> None:
-        if assignment.donors or assignment.observer:
-            self._donors = tuple(peer.worker_id for peer in assignment.donors)
-
-    def _keep_history(self, effect: KeepHistory) -> None:
-        """Once nobody asks any more it is kept on: the last observer may need one more step."""
-        if self.device is None or effect.updates_from is None:
-            return
-        self.device.keeps_from = effect.updates_from
-        for step in [s for s in self.device.history if s < effect.updates_from]:
-            del self.device.history[step]
-
-    def _replay(self, device: Device, effect: ReplayStep) -> None:
-        found = {
-            group: piece
-            for group in device.groups()
-            for donor in self._donors
-            if (piece := self.world.fetch_update(donor, effect.step, group)) is not None
-        }
-        if len(found) < len(device.groups()):
-            # A donor that has not applied the step yet will do so soon.
-            self._replay_tries += 1
-            if self._replay_tries < _REPLAY_TRIES:
-                again = lambda: self.process.deliver(lambda: self._replay(device, effect))  # noqa: E731
-                self.world.clock.after(_REPLAY_AGAIN_S, again)
-                return
-            self._replay_tries = 0
-            self.handle(ReplayFailed(effect.step, "no donor keeps its update"))
-            return
-        self._replay_tries = 0
-        device.replay(effect.step, found, effect.learning_rate, effect.clip_factor)
-        self.world.checker.holds(self.spec.worker_id, device)
-        self.handle(StepReplayed(effect.step, {g: int(fingerprint(p), 16) for g, p in found.items()}))
+        self.history = History(self.spec.updates_most)
 
     def _forward(self, device: Device, effect: ComputeForward, seconds: float) -> None:
         key = effect.key
@@ -414,6 +431,9 @@ class Engine:
             self.handle(BackwardComputed(key, seconds))
             return
         device.backward(self.tensors[key], key, held.entry_stage, held.exit_stage)
+        self.world.checker.credit.accumulated(
+            self.spec.worker_id, self.incarnation, key, range(held.entry_stage, held.exit_stage + 1)
+        )
         self.handle(BackwardComputed(key, seconds))
 
     def _exchange(self, device: Device, effect: OpenExchange | ReducePart | Assemble) -> None:
@@ -439,7 +459,8 @@ class Engine:
             return
         piece = device.assemble(name)
         digest = int(fingerprint(piece), 16)
-        self.handle(AggregateAssembled(effect.step, effect.attempt, name, digest, float(len(piece))))
+        norm = device.squared_norm(name, effect.step)
+        self.handle(AggregateAssembled(effect.step, effect.attempt, name, digest, norm))
 
     # ------------------------------------------------------------------ bounded memory
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from starlings_protos.messages import (
     EngineDown,
+    Finish,
     Heartbeat,
     HeartbeatAck,
     Hello,
@@ -29,6 +30,7 @@ from starlings_simulator.world import World
 from starlings_worker.core.effects import Stop
 from starlings_worker.core.events import ControlLost, ControlRestored, DrainRequested
 
+STARTED_AT_WALL_S = 1_700_000_000.0
 RECONNECT_S = (0.3, 2.0)
 # Refusals that no new stream cures.
 FOR_GOOD = (Refusal.REVOKED, Refusal.VERSION, Refusal.JOB_MISMATCH, Refusal.NOT_YOU, Refusal.NO_ROOM)
@@ -68,6 +70,7 @@ class Host:
         self._engine_down: EngineDown | None = None
         self.stream: ControlStream | None = None
         self._nonce = 0
+        self.wall_offset_s = 0.0
         self._heartbeat_s = 2.0
         self.stopped: Stop | None = None
         self.refused: Refused | None = None
@@ -91,6 +94,14 @@ class Host:
         self.world.note(self.worker_id, "!!", "starts")
         self._connect()
         self._beat(self.process)
+
+    def come_back(self) -> bool:
+        """Started again after it left in order; False while it is still leaving."""
+        if self.process.alive:
+            return False
+        self.stopped = None
+        self.start()
+        return True
 
     def kill(self) -> None:
         """SIGKILL of supervisor and engine, or a power cut."""
@@ -136,9 +147,14 @@ class Host:
             self.engine.process.thaw()
 
     def drain(self, within_s: float) -> None:
-        if self.engine is not None:
-            self.world.note(self.worker_id, "!!", "is asked to leave")
-            self.engine.handle(DrainRequested("the user wants it back", within_s))
+        """SIGTERM: without an engine there is nothing to be left in order."""
+        engine = self.engine
+        if engine is None:
+            self.kill()
+            return
+        self.world.note(self.worker_id, "!!", "is asked to leave")
+        asked = DrainRequested("the user wants it back", within_s)
+        engine.process.deliver(lambda: engine.handle(asked))
 
     def _end_engine(self) -> None:
         if self.engine is not None:
@@ -154,7 +170,7 @@ class Host:
 
         def attempt() -> None:
             coordinator = self._coordinator()
-            cut = (self.worker_id, "coordinator") in self._network.cuts
+            cut = self._network.is_cut(self.worker_id, "coordinator")
             if coordinator is None or cut:
                 self.world.clock.after(self._rng.uniform(*RECONNECT_S), lambda: process.deliver(attempt))
                 return
@@ -176,7 +192,8 @@ class Host:
             job_digest=self.spec.job_digest,
             numeric_class=engine.numeric_class,
             host_id=self.spec.host_id,
-            wall_time_s=self.world.now_s,
+            wall_time_s=STARTED_AT_WALL_S + self.world.now_s + self.wall_offset_s,
+            incarnation=self.engine_incarnation if self.engine is not None else 0,
             session_nonce=self._nonce,
         )
 
@@ -199,6 +216,8 @@ class Host:
                     stream.break_off()  # It comes back, and the engine lives on until a Welcome fences it.
             case HeartbeatAck():
                 pass
+            case Finish() if self.engine is None:
+                self._end(Stop(message.done, message.reason, drained=True))
             case _:
                 if self.engine is not None:
                     self.engine.hear(message)
@@ -242,7 +261,14 @@ class Host:
                 self._probe()
 
         self.engine = Engine(
-            self.world, self._network, self.spec.engine, process, self._rng, self.say, self._stop_asked
+            self.world,
+            self._network,
+            self.spec.engine,
+            process,
+            self.engine_incarnation,
+            self._rng,
+            self.say,
+            self._stop_asked,
         )
         self.world.clock.after(self._rng.uniform(0.3, 0.8), lambda: supervisor.deliver(started))
 
@@ -278,6 +304,7 @@ class Host:
         """In order: the supervisor leaves too."""
         self.world.note(self.worker_id, "**", effect)
         self.stopped = effect
+        self.world.harm(self.worker_id)
         self.process.kill()
         self._end_engine()
         self.world.checker.gone(self.worker_id)

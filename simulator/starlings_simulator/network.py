@@ -9,7 +9,8 @@ not.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from starlings_protos.messages import ExchangeHeader, MicrobatchHeader, Receipt, WorkerId
@@ -59,6 +60,8 @@ class Envelope:
     payload: object
     direction: Direction | None = None
     leg: Leg | None = None
+    # Which life of the sender the assignment was signed for that it shows.
+    incarnation: int = 0
 
 
 @dataclass(slots=True)
@@ -94,11 +97,24 @@ class Network:
         self._rng = rng
         self.conditions = conditions
         self.receivers: dict[WorkerId, Receiver] = {}
-        # Pairs that cannot reach each other, each way listed.
-        self.cuts: set[tuple[str, str]] = set()
+        # Pairs that cannot reach each other, each way listed, and by how many faults.
+        self.cuts: Counter[tuple[str, str]] = Counter()
         self.slowness = 1.0
         self.broken_transfers = 0
         self.repeated_transfers = 0
+
+    def cut(self, pairs: Iterable[tuple[str, str]]) -> None:
+        for here, there in pairs:
+            self.cuts[here, there] += 1
+            self.cuts[there, here] += 1
+
+    def mend(self, pairs: Iterable[tuple[str, str]]) -> None:
+        for here, there in pairs:
+            self.cuts[here, there] -= 1
+            self.cuts[there, here] -= 1
+
+    def is_cut(self, here: str, there: str) -> bool:
+        return self.cuts[here, there] > 0
 
     def delay_s(self) -> float:
         """One way. A few come much later, as after a retransmission: paths overtake each other."""
@@ -136,7 +152,7 @@ class Transfer:
     def begin(self) -> None:
         network = self.network
         receiver = network.receivers.get(self.envelope.to)
-        cut = (self.envelope.sender, self.envelope.to) in network.cuts
+        cut = network.is_cut(self.envelope.sender, self.envelope.to)
         if receiver is None or not receiver.process.alive or cut:
             # An established connection hangs until the timeout; a new one is never made.
             if cut and self.rng.random() < 0.5:
@@ -169,6 +185,8 @@ class Transfer:
     def _header(self, receiver: Receiver) -> None:
         if self.finished and self.rng.random() < 0.5:
             return  # Cancelled by its sender before the receiver looked.
+        if self.network.is_cut(self.envelope.sender, self.envelope.to):
+            return  # Lost on the way: the sender's patience ends it.
         cancelled = self.finished
         answer = receiver.admit(self.envelope)
         network = self.network
@@ -180,7 +198,8 @@ class Transfer:
             if not self.ghost:
                 network.repeat(self.source, self.envelope)
             body_s = network.body_s()
-            breaks = cancelled or self.rng.random() < network.conditions.broken / 3
+            breaks = cancelled or network.is_cut(self.envelope.sender, self.envelope.to)
+            breaks = breaks or self.rng.random() < network.conditions.broken / 3
             call = self._break if breaks else self._body
             self.clock.after(body_s, lambda: receiver.process.deliver(lambda: call(receiver, answer)))
 
@@ -198,7 +217,7 @@ class Transfer:
         if self.rng.random() < self.network.conditions.broken / 3:
             self.network.broken_transfers += 1
             self._later(self.rng.uniform(0.0, 0.2), "connection reset before the receipt")
-        elif (self.envelope.to, self.envelope.sender) not in self.network.cuts:
+        elif not self.network.is_cut(self.envelope.to, self.envelope.sender):
             self._later(self.network.delay_s(), receipt)
 
     def _later(self, delay_s: float, outcome: Outcome) -> None:

@@ -43,6 +43,7 @@ def draw_plan(request: PlanRequest, block_count: int, stages_wanted: int, least_
     spans = cover(len(workers), len(stages), rng)
     planned = []
     for worker, span in zip(workers, spans, strict=True):
+        span = worker.held or span
         # Sometimes fewer slots than stages: then nothing leaves inside the span.
         slots = rng.choice([1, len(span.stages), len(span.stages) + 1, len(span.stages) + 3])
         planned.append(PlannedWorker(worker.worker_id, span, slots))

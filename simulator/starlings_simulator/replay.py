@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from starlings_simulator.cores import CORES
+from starlings_simulator.cores import CORES, simulation_of
 from starlings_simulator.scenario import draw, without_crashes_of_the_coordinator
-from starlings_simulator.simulation import Outcome, Simulation, Violation
+from starlings_simulator.simulation import Outcome, Violation
 from starlings_simulator.transcript import Transcript
 from starlings_simulator.verdicts import objection
 
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.core == "standin":
         scenario = without_crashes_of_the_coordinator(scenario)
     try:
-        outcome = Simulation(scenario, CORES[options.core]).run()
+        outcome = simulation_of(scenario, options.core).run()
     except Violation as violation:
         _print(violation.transcript, options.only, quiet=options.verdict)
         print(f"seed {options.seed}: violated: {violation.cause}")

@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 import random
 from dataclasses import dataclass, replace
 
 from starlings_protos.messages import WorkerId
-
-
-class FaultKind(enum.Enum):
-    KILL = "kill"
-    KILL_FOR_GOOD = "kill for good"
-    KILL_ENGINE = "kill engine"
-    FREEZE = "freeze"
-    CUT_CONTROL = "cut control"
-    CUT_PEERS = "cut peers"
-    DRAIN = "drain"
-    CRASH_COORDINATOR = "crash of the coordinator"
-    SLOW = "slow network"
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """`duration_s`: until the worker is started again, thawed, or reachable again."""
-
-    at_s: float
-    kind: FaultKind
-    worker_id: WorkerId
-    duration_s: float
+from starlings_simulator.faults import HARMLESS, Fault, FaultKind, draw_faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,54 +36,67 @@ class Scenario:
     load_failure: float
     tied: bool
     checkpoint_every: int
+    # Of how many steps a donor keeps the updates at most.
+    updates_most: int
     faults: tuple[Fault, ...]
 
     @property
     def calm_at_s(self) -> float:
-        """When the last fault has healed."""
-        return max((fault.at_s + fault.duration_s for fault in self.faults), default=0.0)
+        """When the last fault has healed, if those that wait for a moment find it at once."""
+        healed = max((fault.at_s + fault.duration_s for fault in self.faults), default=0.0)
+        return max(healed, *(member.starts_at_s for member in self.fleet))
 
     @property
     def gone_for_good(self) -> set[WorkerId]:
         kinds = (FaultKind.KILL_FOR_GOOD, FaultKind.DRAIN)
         return {fault.worker_id for fault in self.faults if fault.kind in kinds}
 
+    @property
+    def single_class(self) -> str | None:
+        """The numeric class of all; None when there are several."""
+        classes = {member.numeric_class for member in self.fleet}
+        return min(classes) if len(classes) == 1 else None
+
+    @property
+    def harmless(self) -> bool:
+        """Nothing happens to any worker, nor to what it says: all states stay where they are."""
+        smooth = not (self.compute_failure or self.exchange_failure or self.load_failure or self.broken)
+        return smooth and all(fault.kind in HARMLESS for fault in self.faults)
+
+    def has(self, kind: FaultKind) -> bool:
+        return any(fault.kind is kind for fault in self.faults)
+
 
 def without_crashes_of_the_coordinator(scenario: Scenario) -> Scenario:
     """For a coordinator that keeps no log."""
-    kept = tuple(fault for fault in scenario.faults if fault.kind is not FaultKind.CRASH_COORDINATOR)
-    return replace(scenario, faults=kept)
-
-
-HEALING = (
-    FaultKind.KILL,
-    FaultKind.KILL_ENGINE,
-    FaultKind.FREEZE,
-    FaultKind.CUT_CONTROL,
-    FaultKind.CUT_PEERS,
-    FaultKind.SLOW,
-)
+    ends = (FaultKind.CRASH_COORDINATOR, FaultKind.RESTART_EVERYTHING, FaultKind.FREEZE_COORDINATOR)
+    return replace(scenario, faults=tuple(fault for fault in scenario.faults if fault.kind not in ends))
 
 
 def draw(seed: int, *, calm: bool = False, may_lose_coverage: bool | None = None) -> Scenario:
-    """The scenario of a seed. One in five loses workers for good, so that coverage may end."""
+    """The scenario of a seed. One in three is a long life, one in five loses workers for good, so that
+    coverage may end.
+    """
     rng = random.Random(f"scenario:{seed}")
     count = rng.randint(1, 6)
     blocks = rng.randint(2, 7)
     hosts = max(1, count - rng.randint(0, 2))
+    long = rng.random() < 0.28
+    pace = rng.choice([1.0, 2.0, 4.0]) if long else 1.0
     fleet = tuple(
         FleetMember(
             WorkerId(f"w{index:02d}"),
-            seconds_per_block=rng.choice([0.01, 0.02, 0.05]) * rng.uniform(0.8, 1.2),
+            seconds_per_block=pace * rng.choice([0.01, 0.02, 0.05]) * rng.uniform(0.8, 1.2),
             numeric_class=rng.choice(["a", "a", "a", "b"]) if seed % 5 == 0 else "a",
             host_id=f"h{index % hosts}",
-            starts_at_s=rng.uniform(0.0, 2.0),
+            starts_at_s=_start_s(rng, late=long and index > 0),
         )
         for index in range(count)
     )
     # Always drawn, so that `calm` changes nothing else.
     loses = rng.random() < 0.2 if may_lose_coverage is None else may_lose_coverage
-    faults = _faults(rng, fleet, for_good=loses)
+    workers = [member.worker_id for member in fleet]
+    faults = draw_faults(rng, workers, 30.0 if long else 12.0, for_good=loses)
     rough = rng.random() < 0.7
     broken = rng.choice([0.01, 0.05, 0.15]) if rough else 0.0
     duplicated = rng.choice([0.0, 0.05, 0.2]) if rough else 0.0
@@ -115,8 +106,8 @@ def draw(seed: int, *, calm: bool = False, may_lose_coverage: bool | None = None
         fleet=fleet,
         blocks=blocks,
         stages=rng.randint(1, min(4, blocks)),
-        steps=rng.randint(2, 4),
-        microbatches=rng.randint(2, 8),
+        steps=rng.randint(5, 10) if long else rng.randint(2, 4),
+        microbatches=rng.randint(2, 4) if long else rng.randint(2, 6),
         least_workers=rng.randint(1, max(1, count - 1)),
         broken=0.0 if calm else broken,
         duplicated=0.0 if calm else duplicated,
@@ -124,21 +115,12 @@ def draw(seed: int, *, calm: bool = False, may_lose_coverage: bool | None = None
         exchange_failure=0.0 if calm or not rare else 0.02,
         load_failure=0.0 if calm or not rare else 0.2,
         tied=rng.random() < 0.4,
-        checkpoint_every=rng.choice([0, 1, 2]),
+        checkpoint_every=rng.choice([0, 1, 2, 3]),
+        updates_most=rng.choice([2, 64, 64]),
         faults=() if calm else faults,
     )
 
 
-def _faults(rng: random.Random, fleet: tuple[FleetMember, ...], *, for_good: bool) -> tuple[Fault, ...]:
-    faults = []
-    for _ in range(rng.choice([0, 1, 2, 3, 5, 9])):
-        kind = rng.choice(HEALING)
-        duration_s = rng.uniform(0.2, 4.0) if rng.random() < 0.6 else rng.uniform(5.0, 20.0)
-        faults.append(Fault(rng.uniform(1.5, 12.0), kind, rng.choice(fleet).worker_id, duration_s))
-    if rng.random() < 0.15:
-        at_s, duration_s = rng.uniform(2.0, 15.0), rng.uniform(0.5, 8.0)
-        faults.append(Fault(at_s, FaultKind.CRASH_COORDINATOR, fleet[0].worker_id, duration_s))
-    if for_good:
-        kind = rng.choice([FaultKind.KILL_FOR_GOOD, FaultKind.DRAIN])
-        faults.append(Fault(rng.uniform(2.0, 15.0), kind, rng.choice(fleet).worker_id, 0.0))
-    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+def _start_s(rng: random.Random, *, late: bool) -> float:
+    """Seconds after the coordinator; one in three of a long life comes when training is under way."""
+    return rng.uniform(5.0, 20.0) if late and rng.random() < 0.33 else rng.uniform(0.0, 2.0)

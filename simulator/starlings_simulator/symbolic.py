@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from starlings_protos.messages import (
@@ -30,6 +31,8 @@ Tag = tuple[str, int, int, int]
 States = tuple[tuple[int, str], ...]
 # What one part of a vector holds: tags with their summed weights, or states with theirs.
 Piece = tuple[tuple[Tag | States, float], ...]
+# What a gradient is made of: (end, index of the microbatch, weight), sorted.
+Gradient = tuple[tuple[str, int, float], ...]
 
 
 class Inconsistent(AssertionError):
@@ -81,6 +84,31 @@ class Vector:
     assembled: Piece | None = None
 
 
+def whole_gradient(count: int) -> Gradient:
+    """Each of a step's microbatches once."""
+    return tuple(("", index, 1.0) for index in range(count))
+
+
+def gradient_of(piece: Piece) -> Gradient:
+    """A gradient's content without the attempt in which it was computed: the samples decide what it is."""
+    content: dict[tuple[str, int], float] = {}
+    for tag, weight in piece:
+        end, index = str(tag[0]), tag[3]
+        assert isinstance(index, int)
+        content[end, index] = content.get((end, index), 0.0) + weight
+    return tuple((end, index, weight) for (end, index), weight in sorted(content.items()))
+
+
+def squared_norm(step: int, blocks: Iterable[int], *, tied: bool) -> float:
+    """Of the gradient of some blocks: whole numbers, so that every cut into stages has the same sum."""
+    return float(sum(1 + (7 * block + 3 * step) % 5 for block in blocks) + tied)
+
+
+def next_state(state: str, gradient: Gradient, rate: float, clip: float, numeric_class: str) -> str:
+    """A block after an optimizer step."""
+    return fingerprint(state, gradient, rate, clip, numeric_class)
+
+
 def merge(pieces: list[tuple[Piece, float]]) -> Piece:
     """Weighted sum, in the order given."""
     total: dict[Tag | States, float] = {}
@@ -103,10 +131,6 @@ class Device:
     lineage: str = ""
     gradients: dict[int, Counter[Tag]] = field(default_factory=dict)
     vectors: dict[str, Vector] = field(default_factory=dict)
-    snapshots: dict[int, dict[int, str]] = field(default_factory=dict)
-    # What was exchanged in applied steps, from `keeps_from` on: late joiners replay it.
-    history: dict[int, dict[str, Piece]] = field(default_factory=dict)
-    keeps_from: int | None = None
 
     # ------------------------------------------------------------------ microbatches
 
@@ -192,6 +216,11 @@ class Device:
         vector.assembled = vector.aggregates[wanted[0]]
         return vector.assembled
 
+    def squared_norm(self, name: str, step: int) -> float:
+        if name == "tied":
+            return squared_norm(step, (), tied=True)
+        return squared_norm(step, self.stages[int(name.partition(":")[2])].blocks, tied=False)
+
     def exactly_once(self, step: int, attempt: int, count: int) -> None:
         """Every stage's assembled gradient holds each of the step's microbatches once, and nothing else."""
         wanted = {("", step, attempt, index): 1.0 for index in range(count)}
@@ -214,20 +243,20 @@ class Device:
 
     # ------------------------------------------------------------------ state
 
-    def apply(self, step: int, rate: float, clip: float, *, snapshot: bool) -> None:
+    def aggregates(self) -> dict[str, Piece]:
+        """What each group of this worker exchanged in the step that is being applied."""
+        return {name: v.assembled for name, v in self.vectors.items() if v.assembled is not None}
+
+    def apply(self, step: int, rate: float, clip: float) -> None:
         require(self.version == step, f"step {step} applied to version {self.version}")
-        if self.keeps_from is not None and step >= self.keeps_from:
-            self.history[step] = {n: v.assembled for n, v in self.vectors.items() if v.assembled is not None}
         for stage in self.span.stages:
             vector = self.vectors[f"stage:{stage}"]
+            assert vector.assembled is not None
+            gradient = gradient_of(vector.assembled)
             for block in self.stages[stage].blocks:
-                self.states[block] = fingerprint(
-                    self.states[block], vector.assembled, rate, clip, self.numeric_class
-                )
+                self.states[block] = next_state(self.states[block], gradient, rate, clip, self.numeric_class)
         self.version = step + 1
         self.clear()
-        if snapshot:
-            self.snapshots[self.version] = dict(self.states)
 
     def groups(self) -> list[str]:
         """The stages' groups: what a replay needs."""
@@ -238,7 +267,7 @@ class Device:
         for name, piece in pieces.items():
             group = ExchangeGroup(name, ())
             self.vectors[name] = Vector(group, ExchangePurpose.GRADIENT, 0, (), assembled=piece)
-        self.apply(step, rate, clip, snapshot=False)
+        self.apply(step, rate, clip)
 
     def adopt(self) -> None:
         """The weighted mean of equal states is that state; of different ones it is a new state, the same for

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from starlings_protos.messages import Assignment, WorkerId
+from starlings_protos.messages import WorkerId
 from starlings_simulator.checker import Checker
 from starlings_simulator.clock import Clock
-from starlings_simulator.symbolic import Piece
+from starlings_simulator.faults import Moment
 from starlings_simulator.transcript import Transcript
 from starlings_worker.core.core import WorkerCore
+
+if TYPE_CHECKING:
+    from starlings_simulator.donations import Donations
 
 
 @dataclass(slots=True)
 class World:
-    """`fetch(assignment, worker)` gives the states of the span's blocks, or None when no donor answers."""
+    """`donations` is set once there are hosts."""
 
     block_names: tuple[str, ...]
     count_targets: Callable[[Sequence[int]], int]
     make_worker_core: Callable[[WorkerId, int], WorkerCore]
-    fetch: Callable[[Assignment, WorkerId], dict[int, str] | None]
     checker: Checker
-    # (donor, step, group) -> what that group exchanged then, if the donor can be reached and keeps it.
-    fetch_update: Callable[[WorkerId, int, str], Piece | None] = lambda *_: None
+    donations: Donations = field(init=False)
     clock: Clock = field(default_factory=Clock)
     transcript: Transcript = field(default_factory=Transcript)
     events: int = 0
+    harmed_until_s: dict[WorkerId, float] = field(default_factory=dict)
+    # Told of every moment that a fault could be waiting for; `worker_id` is None for the coordinator's own.
+    on_moment: Callable[[Moment, WorkerId | None], None] | None = None
 
     @property
     def now_s(self) -> float:
@@ -34,6 +39,19 @@ class World:
 
     def note(self, actor: str, mark: str, what: object) -> None:
         self.transcript.add(self.clock.now_s, actor, mark, what)
+
+    def reached(self, moment: Moment, worker_id: WorkerId | None) -> None:
+        if self.on_moment is not None:
+            self.on_moment(moment, worker_id)
+
+    def harm(self, *worker_ids: WorkerId, for_s: float = 0.0) -> None:
+        """Something that may cost them their place happens now, and is over after `for_s`."""
+        for worker_id in worker_ids:
+            until_s = self.clock.now_s + for_s
+            self.harmed_until_s[worker_id] = max(self.harmed_until_s.get(worker_id, 0.0), until_s)
+
+    def harmed(self, worker_id: WorkerId, since_s: float) -> bool:
+        return self.harmed_until_s.get(worker_id, -1.0) >= since_s
 
     def happened(self) -> None:
         self.events += 1

@@ -16,9 +16,9 @@ from starlings_coordinator.core.ledger import StepLedger
 from starlings_coordinator.core.members import Member
 from starlings_coordinator.core.stepping import Stepping
 from starlings_protos.messages import MicrobatchHeader, Prepared, Receipt, StepRestarted, WorkerId
-from starlings_simulator.cores import CORES
+from starlings_simulator.cores import simulation_of
 from starlings_simulator.scenario import draw
-from starlings_simulator.simulation import Simulation, Violation
+from starlings_simulator.simulation import Violation
 from starlings_simulator.verdicts import objection
 from starlings_worker.core import flow, table
 from starlings_worker.core.device import DeviceQueue
@@ -218,7 +218,7 @@ def first_seed_that_notices(seeds: range) -> tuple[int, str] | None:
     for seed in seeds:
         scenario = replace(draw(seed), broken=0.25, duplicated=0.5)
         try:
-            outcome = Simulation(scenario, CORES["real"]).run()
+            outcome = simulation_of(scenario).run()
         except Violation as violation:
             return seed, str(violation.cause)
         except (AssertionError, KeyError, IndexError, ValueError) as error:

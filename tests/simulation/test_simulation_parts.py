@@ -197,7 +197,7 @@ def test_a_gradient_must_hold_each_microbatch_once() -> None:
 def test_equal_commits_give_equal_weights_and_unlike_ones_do_not() -> None:
     first, second, other = trained(0, 1), trained(1, 0), trained(0, 2)
     for one in (first, second, other):
-        one.apply(0, 0.1, 1.0, snapshot=False)
+        one.apply(0, 0.1, 1.0)
     assert first.states == second.states
     assert first.states != other.states
 

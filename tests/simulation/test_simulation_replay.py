@@ -9,9 +9,8 @@ import sys
 import pytest
 
 from starlings_simulator import replay
-from starlings_simulator.cores import CORES
+from starlings_simulator.cores import simulation_of
 from starlings_simulator.scenario import draw
-from starlings_simulator.simulation import Simulation
 
 SEED = 8
 
@@ -29,13 +28,13 @@ def replayed(hash_seed: str) -> str:
 
 
 def test_one_seed_replays_exactly_whatever_the_hash_seed() -> None:
-    here = replay.summary(Simulation(draw(SEED), CORES["real"]).run())
+    here = replay.summary(simulation_of(draw(SEED)).run())
     assert replayed("1") == here
     assert replayed("2") == here
 
 
 def test_seeds_differ() -> None:
-    digests = {Simulation(draw(seed), CORES["real"]).run().transcript.digest() for seed in (1, 2, 3)}
+    digests = {simulation_of(draw(seed)).run().transcript.digest() for seed in (1, 2, 3)}
     assert len(digests) == 3
 
 

@@ -1,4 +1,5 @@
-"""Whole swarms under faults: kills, freezes, cuts, loss, duplicates, slow links, crashes of the coordinator.
+"""Whole swarms under faults: kills, freezes, cuts, partitions, loss, duplicates, slow links, full disks, late comers,
+leavers, crashes of the coordinator.
 
 Every seed checks the invariants after every event; a failing one prints itself, what led there, and how to replay it.
 """
@@ -8,31 +9,31 @@ from __future__ import annotations
 import pytest
 
 from starlings_coordinator.planner.plan import make_plan
-from starlings_simulator.cores import CORES, profile_of
-from starlings_simulator.scenario import draw, without_crashes_of_the_coordinator
-from starlings_simulator.simulation import Outcome, Simulation, block_names
-from starlings_simulator.verdicts import objection
+from starlings_simulator.cores import profile_of, simulation_of
+from starlings_simulator.faults import FaultKind, Moment
+from starlings_simulator.scenario import draw
+from starlings_simulator.simulation import block_names
+from support.simulated import chunks, judge, name_of, run, run_all
+
+FAST, SLOW = 200, 5000
 
 
-def run(seed: int, core: str = "real", *, calm: bool = False) -> Outcome:
-    scenario = draw(seed, calm=calm)
-    if core == "standin":
-        scenario = without_crashes_of_the_coordinator(scenario)
-    outcome = Simulation(scenario, CORES[core]).run()
-    wrong = objection(scenario, outcome)
-    assert not wrong, f"seed {seed}: {wrong}\n{outcome.transcript.tail()}"
-    return outcome
+@pytest.mark.parametrize("seeds", chunks(0, FAST, 10), ids=name_of)
+def test_swarms_keep_their_promises(seeds: range) -> None:
+    run_all(seeds)
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_a_swarm_keeps_its_promises(seed: int) -> None:
-    run(seed)
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", chunks(1000, SLOW, 50), ids=name_of)
+def test_thousands_of_swarms_keep_their_promises(seeds: range) -> None:
+    run_all(seeds)
 
 
 def test_the_fast_seeds_meet_what_they_are_for() -> None:
-    """A suite of calm runs would prove nothing: these seeds restart steps, rewind, and break transfers."""
-    faults = {fault.kind.value for seed in range(50) for fault in draw(seed).faults}
-    assert len(faults) >= 8
+    """A suite of calm runs would prove nothing: these seeds hold every kind of fault, in every moment."""
+    faults = [fault for seed in range(FAST) for fault in draw(seed).faults]
+    assert {fault.kind for fault in faults} == set(FaultKind)
+    assert {fault.moment for fault in faults} == {None, *Moment}
     outcomes = [run(seed) for seed in range(12)]
     assert sum(outcome.restarts > 0 for outcome in outcomes) >= 2
     assert sum(outcome.broken_transfers for outcome in outcomes) >= 20
@@ -56,18 +57,17 @@ def test_the_workers_keep_their_promises_to_another_coordinator(seed: int) -> No
 def test_with_the_real_planner(seed: int) -> None:
     scenario = draw(seed)
     profile = profile_of(scenario, block_names(scenario.blocks))
-    outcome = Simulation(scenario, CORES["real"], plan=lambda request: make_plan(request, profile)).run()
-    assert objection(scenario, outcome) == ""
+    judge(scenario, simulation_of(scenario, plan=lambda request: make_plan(request, profile)).run())
 
 
 def test_when_the_only_holder_of_a_stage_is_gone_for_good_the_job_says_what_it_waits_for() -> None:
     waiting = []
-    for seed in range(100, 200):
+    for seed in range(100, 300):
         scenario = draw(seed, may_lose_coverage=True)
         if len(scenario.fleet) > 1:
             continue
-        outcome = Simulation(scenario, CORES["real"]).run()
-        assert objection(scenario, outcome) == ""
+        outcome = simulation_of(scenario).run()
+        judge(scenario, outcome)
         if outcome.verdict == "waiting":
             waiting.append(outcome)
         if len(waiting) == 3:
@@ -77,12 +77,6 @@ def test_when_the_only_holder_of_a_stage_is_gone_for_good_the_job_says_what_it_w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1600))
-def test_hundreds_of_swarms_keep_their_promises(seed: int) -> None:
-    run(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2000, 2100))
-def test_a_hundred_swarms_with_the_stand_in(seed: int) -> None:
-    run(seed, "standin")
+@pytest.mark.parametrize("seeds", chunks(7000, 100, 25), ids=name_of)
+def test_a_hundred_swarms_with_the_stand_in(seeds: range) -> None:
+    run_all(seeds, "standin")

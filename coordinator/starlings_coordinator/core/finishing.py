@@ -76,7 +76,8 @@ class Finishing:
         self._snapshot_version = -1
         self._snapshot_donors: frozenset[WorkerId] = frozenset()
         self._saving: tuple[int, float] | None = None
-        self._save_failures = 0
+        # How often in a row the newest version that failed has failed.
+        self._save_failures, self._failed_version = 0, -1
         self._save_again_at_s: float | None = None
         # Training pauses at this version until it is saved: a last holder wants to leave.
         self._hold_version = -1
@@ -228,6 +229,8 @@ class Finishing:
         if self._saving is None or self._saving[0] != event.version:
             return
         self._saving = None
+        if event.version != self._failed_version:
+            self._failed_version, self._save_failures = event.version, 0
         core.desk.announce("checkpoint_failed", f"version {event.version} could not be saved: {event.reason}")
         self._save_failures += 1
         last_one = core.phase is Phase.FINISHING and event.version == core.state.step
