@@ -23,17 +23,19 @@ from swarms import LiveSwarm, job_text, prepared_job, spans
 
 STEPS, BATCH, LENGTH = 20, 8, 32
 
+_DECODER: Mapping[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+# A quarter of a sample: local layers forget what global ones see.
+_WINDOW: Mapping[str, Any] = {"sliding_window": 8}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {
-        "model_type": "llama",
-        "vocab_size": 256,
-        "hidden_size": 48,
-        "intermediate_size": 112,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-    },
+    "llama": {"model_type": "llama", **_DECODER},
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 256,
@@ -45,6 +47,32 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
+    },
+}
+OTHER_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3": {**_DECODER, **_WINDOW, "head_dim": 16, "use_sliding_window": True, "max_window_layers": 2},
+    # Eight small experts have about the parameters of one dense network.
+    "qwen3_moe": {
+        **_DECODER,
+        "head_dim": 16,
+        "moe_intermediate_size": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [2],
+    },
+    "mistral": {**_DECODER, **_WINDOW},
+    "olmo2": {**_DECODER, "rope_theta": 5e5},
+    "phi3": {**_DECODER, **_WINDOW, "partial_rotary_factor": 0.5},
+    "gpt_neox": {key: value for key, value in _DECODER.items() if key != "num_key_value_heads"},
+    "smollm3": {**_DECODER, "no_rope_layer_interval": 2},
+    "gemma3_text": {
+        **_DECODER,
+        **_WINDOW,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window_pattern": 2,
+        "final_logit_softcapping": 30.0,
     },
 }
 
@@ -75,6 +103,19 @@ GRID = tuple(
 )
 
 
+# Each of the other families once; tied where that is its habit.
+OTHERS = (
+    Cell("qwen3", True, "adamw"),
+    Cell("qwen3_moe", False, "sgd"),
+    Cell("mistral", False, "adamw"),
+    Cell("olmo2", False, "sgd"),
+    Cell("phi3", False, "adamw"),
+    Cell("gpt_neox", False, "sgd"),
+    Cell("smollm3", True, "adamw"),
+    Cell("gemma3_text", True, "sgd"),
+)
+
+
 @pytest.mark.parametrize("cell", FAST, ids=str)
 def test_representative_cells(cell: Cell, tmp_path: Path) -> None:
     check(cell, tmp_path)
@@ -86,9 +127,16 @@ def test_the_whole_grid(cell: Cell, tmp_path: Path) -> None:
     check(cell, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", OTHERS, ids=str)
+def test_the_other_families(cell: Cell, tmp_path: Path) -> None:
+    check(cell, tmp_path)
+
+
 def prepare(cell: Cell, folder: Path) -> Path:
+    config = {**CONFIGS, **OTHER_CONFIGS}[cell.family]
     (folder / "config.json").write_text(
-        json.dumps({**CONFIGS[cell.family], "tie_word_embeddings": cell.tied})
+        json.dumps({"model_type": cell.family, **config, "tie_word_embeddings": cell.tied})
     )
     rate = {"lr": 3e-3} if cell.optimizer == "adamw" else {"lr": 0.1, "momentum": 0.9}
     text = job_text(
@@ -126,9 +174,13 @@ def check(cell: Cell, folder: Path) -> None:
 
     reference = train_reference(job, STEPS)
     assert len(losses) == STEPS
+    off = [abs(ours - theirs) / theirs for ours, theirs in zip(losses, reference.losses, strict=True)]
+    distance = relative_distance(job, reference)
+    print(f"{cell}: {len(reply.stages)} stages, loss {losses[0]:.3f} to {losses[-1]:.3f}, ", end="")
+    print(f"at most {max(off):.1e} off; weights {distance:.1e} off")
     for step, (ours, theirs) in enumerate(zip(losses, reference.losses, strict=True)):
         assert abs(ours - theirs) / theirs < cell.tolerance, f"loss of step {step}: {ours} against {theirs}"
-    assert relative_distance(job, reference) < cell.tolerance
+    assert distance < cell.tolerance
 
 
 def relative_distance(job: Path, reference: ReferenceRun) -> float:
