@@ -21,6 +21,7 @@ from starlings_job.prepared import checkpoint_url, is_prepared, load_prepared, l
 from starlings_job.records import RecordStore
 from starlings_job.reference import ReferenceRun, evaluate, load_whole, train_reference
 from starlings_job.spec import JobSpec, load_job
+from support.small_families import SMALL
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
 
@@ -175,9 +176,11 @@ def test_text_that_matches_nothing(tmp_path: Path) -> None:
     [
         ({**GPT2, "tie_word_embeddings": True}, False),
         ({**GPT2, "tie_word_embeddings": True}, True),
+        ({"model_type": "qwen3_moe", **SMALL["qwen3_moe"], "vocab_size": 256}, False),
+        ({"model_type": "gemma3_text", **SMALL["gemma3_text"], "vocab_size": 256}, True),
         (None, False),
     ],
-    ids=["tied", "untied", "llama"],
+    ids=["tied", "untied", "qwen3_moe", "gemma3_text", "llama"],
 )
 def test_export_loads_in_transformers_and_starts_a_second_job(
     tmp_path: Path, config: dict[str, Any] | None, untie: bool

@@ -232,3 +232,46 @@ def test_evaluation_and_generation_keep_nothing():
     run = runner.forward(0, 2, prompt, batch=None, loss_denominator=1.0, train=False, next_token=True)
     logits = _whole(description)(prompt)
     assert run.next_token == int(logits[0, -1].argmax())
+
+
+def test_idle_experts_step_like_all_others():
+    """Their gradient is zero, not absent: moments and weight decay go on, as everywhere in the vector."""
+    description = _describe("qwen3_moe")
+    held, whole = _hold(description, Span(0, 2)), _whole(description)
+    # Of two opposite rows one is positive, so that two of the first eight beat the zeros of all others.
+    half = 10 * torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    router = torch.cat([half, -half, torch.zeros(16, 32)])
+    tensors = whole.block_tensors()["layers.0"]
+    slots = {slot.name: slot for slot in held.vectors["stage:0"].slots if slot.block == "layers.0"}
+    with torch.no_grad():
+        tensors["mlp.gate.weight"].copy_(router)
+    held.vectors["stage:0"].parameter_view(slots["mlp.gate.weight"]).copy_(router)
+    # Settings of AdamW(), which `_hold` uses.
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in whole.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in whole.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+    )
+    runner = Runner(held, loss_sum, recompute=False, bf16=False)
+    before = tensors["mlp.experts.down_proj"][8:].clone()
+    for step in range(2):
+        total, _ = loss_sum(whole(_batch(step).inputs), _batch(step))
+        (total / 64).backward()
+        _pipeline([(held, runner)], _batch(step), 64.0)
+        for name in description.rules.stacked:
+            gradient = held.vectors["stage:0"].gradient_view(slots[name])
+            assert not gradient[8:].any()
+            assert gradient[:8].any()
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3
+        optimizer.step()
+        optimizer.zero_grad()
+        held.apply_step(step, 1e-3, 1.0)
+    for name, slot in slots.items():
+        torch.testing.assert_close(
+            held.vectors["stage:0"].parameter_view(slot), tensors[name].detach(), rtol=1e-4, atol=1e-6
+        )
+    kept = held.vectors["stage:0"].parameter_view(slots["mlp.experts.down_proj"])[8:]
+    torch.testing.assert_close(kept, before * (1 - 1e-3 * 0.1) ** 2)
