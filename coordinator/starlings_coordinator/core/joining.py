@@ -132,7 +132,10 @@ class Joining:
             return frozenset()
         chosen: set[WorkerId] = set()
         for worker_id in sorted(placed):
-            member, donors = core.members.get(worker_id), self._choose_donors(placed[worker_id].span)
+            member, donors = (
+                core.members.get(worker_id),
+                self._choose_donors(placed[worker_id].span, worker_id),
+            )
             if member is None or not member.usable or not donors:
                 continue
             chosen |= donors.keys()
@@ -151,15 +154,24 @@ class Joining:
         self._tell_donors()
         return frozenset(chosen)
 
-    def _choose_donors(self, span: Span) -> dict[WorkerId, int]:
-        """Per stage, those who stay before those who leave, those that donate already, the lowest ids. Empty when some
-        stage's holders are all away just now.
+    def _choose_donors(self, span: Span, worker_id: WorkerId) -> dict[WorkerId, int]:
+        """Per stage, those of its own numeric class before others (whose bits differ), those who stay before those who
+        leave, those that donate already, the lowest ids. Empty when some stage's holders are all away just now.
         """
         core = self._core
+        newcomer = core.members.get(worker_id)
+        own_class = newcomer.hello.numeric_class if newcomer is not None else ""
         chosen: dict[WorkerId, int] = {}
         for stage in span.stages:
             here = [core.members[w] for w in core.holders_of(stage) if core.members[w].here]
-            here.sort(key=lambda m: (m.leaving is not None, m.worker_id not in chosen, m.worker_id))
+            here.sort(
+                key=lambda m: (
+                    m.hello.numeric_class != own_class,
+                    m.leaving is not None,
+                    m.worker_id not in chosen,
+                    m.worker_id,
+                )
+            )
             if not here:
                 return {}
             chosen |= {m.worker_id: m.incarnation for m in here[:DONORS_PER_STAGE]}

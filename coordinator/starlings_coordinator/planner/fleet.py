@@ -157,7 +157,10 @@ class Fleet:
         """The longest spans from each stage on: holding more stages never slows a plan down.
 
         Per first stage at most two: as far as it goes at full speed, and farther with recomputation or a single slot.
+        Whoever holds a span already has that option only.
         """
+        if worker.held is not None:
+            return (self._option(worker, stages, worker.held),)
         found: dict[Span, Option] = {}
         for full_speed in (True, False):
             end = -1
@@ -190,7 +193,9 @@ class Fleet:
     def _option(self, worker: PlanWorker, stages: Sequence[Stage], span: Span) -> Option:
         first, last = stages[span.first_stage].first_block, stages[span.last_stage].last_block
         holding = self.holding(worker.memory_bytes, first, last, len(span.stages))
-        assert holding is not None
+        if holding is None:
+            # It holds the span all the same, so the account of its memory is a little too high.
+            holding = Holding(1, True, self.need_bytes(first, last, 1, recompute=True))
         seconds = tuple(self._stage_seconds(worker.worker_id, stages[s], holding) for s in span.stages)
         return Option(span, seconds, holding)
 

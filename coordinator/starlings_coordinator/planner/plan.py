@@ -2,16 +2,17 @@
 
 Memory is a hard limit; throughput is the node form of the linear programme of the design's section 5 (links are not
 priced yet). Of cuts that are nearly as fast, the one with fewest stages wins: every boundary costs transfers.
+Workers that hold a span of the given cut already keep it; the others are placed around them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlings_coordinator.planner.cuts import candidate_cuts
 from starlings_coordinator.planner.fleet import Fleet
-from starlings_coordinator.planner.search import Found, Options, improve, seed_choices
-from starlings_coordinator.planner.throughput import solve_flow
+from starlings_coordinator.planner.search import CHOICES_MOST, Found, Options, improve, secure, seed_choices
+from starlings_coordinator.planner.throughput import Choice, solve_flow
 from starlings_coordinator.planner.words import binding_words, idle_words, shortage_words
 from starlings_job.profile import Profile
 from starlings_protos.messages import PlannedWorker, PlanReply, PlanRequest, PlanWorker, Stage
@@ -35,6 +36,8 @@ PAIRS_CHEAP = 1_000
 class Candidate:
     stages: tuple[Stage, ...]
     options: Options
+    # Spans that stay as they are.
+    held: Choice
     found: Found
 
     @property
@@ -52,6 +55,13 @@ def make_plan(request: PlanRequest, profile: Profile) -> PlanReply:
     Equal arguments give equal plans, in whatever order the workers are listed.
     """
     fleet = Fleet(request, profile)
+    for worker in fleet.workers:
+        if worker.held is not None and not 0 <= worker.held.first_stage <= worker.held.last_stage < len(
+            request.stages
+        ):
+            return PlanReply(
+                request.request_id, impossible=f"{worker.worker_id} holds stages that the given cut has not"
+            )
     if not fleet.workers:
         flaws = "; ".join(f"{w}: {flaw}" for w, flaw in sorted(fleet.unmeasured.items()))
         return PlanReply(
@@ -89,24 +99,32 @@ def _candidates(fleet: Fleet) -> list[Candidate]:
     candidates = []
     for stages in cuts:
         options = {w.worker_id: fleet.options(w, stages) for w in fleet.workers}
+        held = {w.worker_id: options[w.worker_id][0] for w in fleet.workers if w.held is not None}
         seeds = [
             Found(choice, solve_flow(choice, len(stages)), len(stages))
-            for choice in seed_choices(options, len(stages), request.seed)
+            for choice in seed_choices(options, len(stages), request.seed, held)
         ]
         # `max` keeps the first of equals.
         found = max(seeds, key=lambda seed: seed.score)
-        candidates.append(Candidate(stages, options, found))
+        candidates.append(Candidate(stages, options, held, found))
     ranked = sorted(
         range(len(candidates)), key=lambda i: (-candidates[i].score, len(candidates[i].stages), i)
     )
     for index in ranked[:IMPROVED_CUTS]:
         candidate = candidates[index]
         flow = candidate.found.flow
-        if flow.microbatches_per_s <= 0 or flow.microbatches_per_s >= NEAR_ENOUGH * fleet.bound:
+        if flow.microbatches_per_s <= 0:
             continue
         solves = max(2, SOLVES * PAIRS_CHEAP // max(PAIRS_CHEAP, candidate.pairs))
-        improved = improve(candidate.found, candidate.options, solves)
-        candidates[index] = Candidate(candidate.stages, candidate.options, improved)
+        if flow.microbatches_per_s < NEAR_ENOUGH * fleet.bound:
+            # Few newcomers beside many holders: few choices, each of them a big programme.
+            most = min(CHOICES_MOST, 4 * solves) if candidate.held else CHOICES_MOST
+            candidate = replace(candidate, found=improve(candidate.found, candidate.options, solves, most))
+        if candidate.held:
+            candidate = replace(
+                candidate, found=secure(candidate.found, candidate.options, candidate.held, solves)
+            )
+        candidates[index] = candidate
     return candidates
 
 

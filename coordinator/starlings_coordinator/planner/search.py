@@ -22,6 +22,8 @@ REPLICA_COST = 0.0002
 RANDOM_ORDERS = 64
 # A cut with so few choices is searched completely.
 CHOICES_MOST = 81
+# What newcomers may cost in throughput if a stage gets a second holder by it.
+SECURITY_COST = 0.05
 # Up to so many workers, every set of them is looked at before a cut is called impossible.
 EXACT_WORKERS_MOST = 12
 
@@ -40,23 +42,23 @@ class Found:
         return self.flow.microbatches_per_s * max(0.5, 1 - cost)
 
 
-def seed_choices(options: Options, stage_count: int, seed: int) -> list[Choice]:
-    """First choices for every worker that has an option, by several orders of greedy covering. They cover all stages if
-    a way to do so is found.
+def seed_choices(options: Options, stage_count: int, seed: int, held: Choice) -> list[Choice]:
+    """First choices for every worker that has an option, by several orders of greedy covering around what is held
+    already. They cover all stages if a way to do so is found.
     """
-    able = [w for w in sorted(options) if options[w]]
+    able = [w for w in sorted(options) if options[w] and w not in held]
     fast_first = sorted(able, key=lambda w: (min(min(o.seconds) for o in options[w]), w))
     few_first = sorted(able, key=lambda w: (len(options[w]), w))
     roomy_first = sorted(able, key=lambda w: (-max(len(o.span.stages) for o in options[w]), w))
     choices: list[Choice] = []
     for order in (fast_first, few_first, roomy_first):
-        choice = _spread(order, options, {}, stage_count)
+        choice = _spread(order, options, held, stage_count)
         if choice not in choices and not _bare(choice, stage_count):
             choices.append(choice)
     if not choices:
         cover = find_cover(options, stage_count, seed)
         rest = [w for w in fast_first if cover is None or w not in cover]
-        choices.append(_spread(rest, options, cover or {}, stage_count))
+        choices.append(_spread(rest, options, {**(cover or {}), **held}, stage_count))
     return choices
 
 
@@ -149,29 +151,38 @@ def _exact_cover(able: Sequence[WorkerId], options: Options, stage_count: int) -
     return cover or None
 
 
-def best_of_all(found: Found, options: Options) -> Found | None:
-    """The best choice there is, where there are few; None where there are more than CHOICES_MOST."""
+def all_choices(found: Found, options: Options, most: int) -> list[Found] | None:
+    """Every choice that covers all stages, where there are few; None where there are more than `most`."""
     able = [w for w in sorted(options) if options[w]]
-    if math.prod(len(options[w]) for w in able) > CHOICES_MOST:
+    if math.prod(len(options[w]) for w in able) > most:
         return None
-    best = found
+    every = []
     for chosen in itertools.product(*(options[w] for w in able)):
         choice = dict(zip(able, chosen, strict=True))
-        if _bare(choice, found.stage_count):
-            continue
-        other = Found(choice, solve_flow(choice, found.stage_count), found.stage_count)
+        if not _bare(choice, found.stage_count):
+            every.append(Found(choice, solve_flow(choice, found.stage_count), found.stage_count))
+    return every
+
+
+def best_of_all(found: Found, options: Options, most: int = CHOICES_MOST) -> Found | None:
+    """The best choice there is, where there are few; None where there are more than `most`."""
+    every = all_choices(found, options, most)
+    if every is None:
+        return None
+    best = found
+    for other in every:
         if other.score > best.score * (1 + 1e-9):
             best = other
     return best
 
 
-def improve(found: Found, options: Options, solves: int) -> Found:
+def improve(found: Found, options: Options, solves: int, choices_most: int = CHOICES_MOST) -> Found:
     """Move one worker at a time while that raises the score; at most `solves` linear programmes.
 
     With the present prices p, a worker on a span is worth max p[s] / seconds[w,s]. By duality a move that does not
     raise its worth cannot raise the throughput, so only the others are tried, the most promising first.
     """
-    best = best_of_all(found, options)
+    best = best_of_all(found, options, choices_most)
     if best is not None:
         return best
     while solves > 0:
@@ -206,3 +217,57 @@ def _promising(found: Found, options: Options) -> list[tuple[WorkerId, Option]]:
                 moves.append((-gain, worker_id, option.span, option))
     moves.sort(key=lambda move: move[:3])
     return [(worker_id, option) for _, worker_id, _, option in moves]
+
+
+def secure(found: Found, options: Options, held: Choice, solves: int) -> Found:
+    """Newcomers placed so that as few stages as possible have a single holder, for at most SECURITY_COST of what
+    `found` reaches; of equals the fastest, then the one whose rarest stages have most replicas.
+
+    A worker that holds a stage alone cannot leave, and its loss costs the steps since the last checkpoint.
+    """
+    floor = found.flow.microbatches_per_s * (1 - SECURITY_COST)
+
+    def rank(other: Found) -> tuple[int, float, list[int]]:
+        counts = _replicas(other.choice, other.stage_count)
+        return -counts.count(1), float(f"{other.score:.6g}"), sorted(counts)
+
+    every = all_choices(found, options, min(CHOICES_MOST, 4 * solves))
+    if every is not None:
+        good = [other for other in every if other.flow.microbatches_per_s >= floor]
+        # `max` keeps the first of equals.
+        return max([found, *good], key=rank)
+    while solves > 0:
+        best = found
+        for choice in _safer(found, options, held):
+            if solves <= 0:
+                break
+            solves -= 1
+            moved = Found(choice, solve_flow(choice, found.stage_count), found.stage_count)
+            if moved.flow.microbatches_per_s >= floor and rank(moved) > rank(best):
+                best = moved
+        if best is found:
+            return found
+        found = best
+    return found
+
+
+def _safer(found: Found, options: Options, held: Choice) -> list[Choice]:
+    """Choices with one newcomer moved and fewer stages with a single holder, the safest first."""
+    alone = _replicas(found.choice, found.stage_count).count(1)
+    moves = []
+    for worker_id in sorted(found.choice.keys() - held.keys()):
+        for option in options[worker_id]:
+            choice = {**found.choice, worker_id: option}
+            counts = _replicas(choice, found.stage_count)
+            if 0 not in counts and counts.count(1) < alone:
+                moves.append((counts.count(1), worker_id, option.span, choice))
+    moves.sort(key=lambda move: move[:3])
+    return [move[3] for move in moves]
+
+
+def _replicas(choice: Choice, stage_count: int) -> list[int]:
+    counts = [0] * stage_count
+    for option in choice.values():
+        for stage in option.span.stages:
+            counts[stage] += 1
+    return counts
