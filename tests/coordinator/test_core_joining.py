@@ -415,6 +415,19 @@ def test_digests_of_another_numeric_class_or_of_long_ago_accuse_nobody() -> None
     run_until(world, lambda: LATE in world.core.state.spans, "joined")
 
 
+def test_donors_of_its_own_numeric_class_come_first() -> None:
+    """The first bits of a joiner are its donor's, and replicas of one class are compared bit for bit."""
+    world = World(config(job={"tokens": 60 * 8 * 64}), {"wa": (0, 2), "wb": (0, 2), "wc": (0, 2)})
+    world.pause_at = 1
+    world.boot()
+    for name, numeric_class in (("wa", "cpu"), ("wb", "cpu"), ("wc", "gpu")):
+        world.join(name, numeric_class=numeric_class)
+    while world.core.phase.value != "training":
+        world.tick()
+    late(world, (0, 2), pace="slow", numeric_class="gpu")
+    assert sorted(world.core.joining.observers[LATE].donors) == ["wa", "wc"]
+
+
 @pytest.mark.parametrize("version", ["ahead", "behind"])
 def test_versions_that_cannot_be(version: str) -> None:
     world = running()
