@@ -42,6 +42,9 @@ class Checker:
     reference: Reference | None = None
     # (worker, since) -> whether a fault hit it since then, or the coordinator sent it away. None: not known.
     harmed: Callable[[WorkerId, float], bool] | None = None
+    # (worker, life) -> the version on its device, -1 without one. None: that life is over, or not known.
+    reached: Callable[[WorkerId, int], int | None] | None = None
+    observing: set[WorkerId] = field(default_factory=set)
     credit: Credit = field(default_factory=Credit)
     # (version, block, numeric class) -> state; first come fixes it.
     states: dict[tuple[int, int, str], str] = field(default_factory=dict)
@@ -60,6 +63,7 @@ class Checker:
     # Committed at some time, perhaps in a line of versions that is void by now: a life that was given up may not have
     # heard of that, and what it does on its own device harms nobody.
     ever_committed: int = 0
+    void: set[tuple[int, int]] = field(default_factory=set)
     rewinds: int = 0
     # Spans that were fetched, per worker: one resync is one of them.
     downloads: Counter[WorkerId] = field(default_factory=Counter)
@@ -70,7 +74,15 @@ class Checker:
     def planned(self, worker_id: WorkerId, assignment: Assignment, now_s: float) -> None:
         """The coordinator sends a worker its place in a plan; an observer has none yet."""
         if assignment.observer:
+            self.observing.add(worker_id)
             return
+        if worker_id in self.observing and self.reached is not None:
+            reached = self.reached(worker_id, self.credit.lives.get(worker_id, 0))
+            require(
+                reached is None or reached >= assignment.version - 1,
+                f"{worker_id} becomes a holder at version {assignment.version}, and has caught up to {reached} only",
+            )
+        self.observing.discard(worker_id)
         self.rewound(assignment.version)
         if assignment.plan_version > self.plan_version:
             self.plan_version, self.planned_at_s = assignment.plan_version, now_s
@@ -94,6 +106,7 @@ class Checker:
             f"whom nothing happened: {self.holders}",
         )
         self.highest_version = version
+        self.void |= {(step, commit.attempt) for step, commit in self.committed.items() if step >= version}
         self.committed = {step: commit for step, commit in self.committed.items() if step < version}
         self.states = {key: state for key, state in self.states.items() if key[0] <= version}
         self.leased = {key: holder for key, holder in self.leased.items() if key.step < version}
@@ -124,9 +137,9 @@ class Checker:
         self.credit.committed(record, self.microbatches_per_step, self.stage_count)
 
     def applied(self, worker_id: WorkerId, device: Device, effect: ApplyStep | ReplayStep) -> None:
-        commit = self.committed.get(effect.step)
-        if commit is None and effect.step < self.ever_committed:
+        if any((effect.step, attempt) in self.void for attempt in device.attempts()):
             return
+        commit = self.committed.get(effect.step)
         require(commit is not None, f"{worker_id} applies step {effect.step}, which was not committed")
         assert commit is not None
         device.exactly_once(effect.step, commit.attempt, self.microbatches_per_step)

@@ -17,6 +17,8 @@ class CoordinatorEnd(Protocol):
     @property
     def process(self) -> Process: ...
 
+    def dialled(self, stream: ControlStream) -> None: ...
+
     def connected(self, stream: ControlStream, hello: Hello) -> None: ...
 
     def said(self, stream: ControlStream, message: ToCoordinator) -> None: ...
@@ -65,6 +67,7 @@ class ControlStream:
         self._coordinator_knows = False
 
     def begin(self, hello: Hello) -> None:
+        self._coordinator.dialled(self)
         self._send_up(lambda: self._coordinator.connected(self, hello))
 
     def up(self, message: ToCoordinator) -> None:
@@ -115,7 +118,7 @@ class ControlStream:
     def heal(self) -> None:
         """What waited arrives at last, in order: perhaps after what a newer stream brings."""
         if self._stalled_up is not None:
-            self._world.clock.after(self._network.delay_s() * 20, self._flow_again)
+            self._world.clock.after(self._network.delay_s() * 60, self._flow_again)
 
     def _flow_again(self) -> None:
         up, self._stalled_up = self._stalled_up or [], None

@@ -38,6 +38,8 @@ from starlings_protos.messages import (
     PlanRequest,
     Prepared,
     Refused,
+    Span,
+    Standby,
     StepCommitted,
     ToCoordinator,
     WorkerId,
@@ -85,6 +87,9 @@ class Coordinator:
         self._keeper = keeper
         self._rng = rng
         self._streams: dict[int, ControlStream] = {}
+        # Connections of which the process has not heard yet: they end with it.
+        self._dialled: list[ControlStream] = []
+        self._planned: dict[WorkerId, Span] = {}
         self._log: list[object] = []
         # Which records are its last when it is to die in the worst moment; () when it is not.
         self._dies_after: tuple[type, ...] = ()
@@ -127,9 +132,10 @@ class Coordinator:
         self.world.note("coordinator", "!!", "crashes")
         self._dies_after = ()
         self.process.kill()
-        for stream in list(self._streams.values()):
+        for stream in [*self._streams.values(), *self._dialled]:
             stream.break_off()
         self._streams.clear()
+        self._dialled.clear()
 
     def handle(self, event: Event) -> None:
         quiet = isinstance(event, Ticked) or (
@@ -162,6 +168,7 @@ class Coordinator:
                 self.world.checker.recorded(record)
                 self.world.reached(Moment.COMMIT_WRITTEN, None)
             case PlanAdopted():
+                self._adopted(record)
                 self.world.reached(Moment.PLAN_WRITTEN, None)
             case _:
                 pass
@@ -177,7 +184,11 @@ class Coordinator:
 
     # ------------------------------------------------------------------ streams
 
+    def dialled(self, stream: ControlStream) -> None:
+        self._dialled.append(stream)
+
     def connected(self, stream: ControlStream, hello: Hello) -> None:
+        self._dialled.remove(stream)
         self._streams[stream.session] = stream
         self.handle(WorkerConnected(stream.session, hello))
 
@@ -227,11 +238,23 @@ class Coordinator:
                 checker.step_committed(effect.message)
             case Assignment():
                 checker.planned(effect.worker_id, effect.message, self.world.now_s)
+            case Standby():
+                checker.observing.discard(effect.worker_id)
             case _:
                 pass
         stream = self._streams.get(effect.session)
         if stream is not None:
             stream.down(effect.message)
+
+    def _adopted(self, record: PlanAdopted) -> None:
+        """Whoever loses its place is no holder that training could go on with, if it was sent away: the plan's reason
+        says so, also when the coordinator dies before it can announce it.
+        """
+        spans = dict(record.spans)
+        dropped = self._planned.keys() - spans.keys()
+        self._planned = spans
+        if not any(words in record.reason for words in ABSENCE):
+            self.world.harm(*sorted(dropped))
 
     def _announced(self, effect: Announce) -> None:
         """Who is sent away, or leaves, is no holder that training could go on with."""

@@ -129,6 +129,7 @@ class Engine:
         self._say = say
         self._stopped = stopped
         self.incarnation = incarnation
+        self.started_at_s = world.now_s
         self.core = world.make_worker_core(spec.worker_id, rng.getrandbits(32))
         self._dice = random.Random(rng.getrandbits(64))
         self.device: Device | None = None

@@ -128,6 +128,14 @@ def draw_fault(rng: random.Random, kind: FaultKind, workers: Sequence[WorkerId],
     return Fault(at_s, kind, worker_id, duration_s, moment, side)
 
 
+def _behind_a_partition(rng: random.Random, workers: Sequence[WorkerId], until_s: float) -> list[Fault]:
+    """Something happens on the other side, and the coordinator hears of it late, or on a stream that is over."""
+    partition = draw_fault(rng, FaultKind.PARTITION, workers, until_s)
+    kind = rng.choice([FaultKind.KILL_ENGINE, FaultKind.KILL_ENGINE, FaultKind.KILL, FaultKind.LEAVE])
+    at_s = partition.at_s + rng.uniform(0.1, 0.9) * partition.duration_s
+    return [partition, Fault(at_s, kind, rng.choice(partition.side), rng.uniform(0.2, 4.0))]
+
+
 def draw_faults(
     rng: random.Random, workers: Sequence[WorkerId], until_s: float, *, for_good: bool
 ) -> tuple[Fault, ...]:
@@ -142,4 +150,6 @@ def draw_faults(
     if for_good:
         kinds.append(rng.choice([FaultKind.KILL_FOR_GOOD, FaultKind.DRAIN]))
     faults = [draw_fault(rng, kind, workers, until_s) for kind in kinds]
+    if rng.random() < 0.12:
+        faults += _behind_a_partition(rng, workers, until_s)
     return tuple(sorted(faults, key=lambda fault: fault.at_s))

@@ -26,6 +26,7 @@ from starlings_protos.messages import (
 from starlings_simulator.control import ControlStream, CoordinatorEnd
 from starlings_simulator.engine import Engine, EngineSpec
 from starlings_simulator.network import Network, Process
+from starlings_simulator.symbolic import require
 from starlings_simulator.world import World
 from starlings_worker.core.effects import Stop
 from starlings_worker.core.events import ControlLost, ControlRestored, DrainRequested
@@ -235,7 +236,11 @@ class Host:
         self.world.note(self.worker_id, "<-", f"Welcome(incarnation={message.incarnation})")
         self._heartbeat_s = message.heartbeat_interval_s or self._heartbeat_s
         if self.engine is not None and message.incarnation != self.engine_incarnation:
-            # The coordinator took the old life for lost: it is fenced, so it ends.
+            # The coordinator took the old life for lost: it is fenced, so it ends. For that there must be a cause.
+            require(
+                self.world.harmed(self.worker_id, self.engine.started_at_s),
+                f"{self.worker_id} is fenced, and nothing has happened to it since its engine was started",
+            )
             self._end_engine()
             self.world.checker.gone(self.worker_id)
         if self._engine_down is not None and message.incarnation == self.engine_incarnation:

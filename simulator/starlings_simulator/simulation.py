@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from starlings_protos.messages import PlanReply, PlanRequest, WorkerId
 from starlings_simulator.checker import Checker
@@ -26,6 +27,8 @@ from starlings_simulator.world import World
 from starlings_worker.core.core import WorkerCore
 
 TARGETS_PER_SAMPLE = 16
+# Until whoever was frozen or cut off has said so, and has been heard.
+RECOVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,8 @@ class Simulation:
         self.hosts: dict[WorkerId, Host] = {}
         checker = Checker(scenario.microbatches, reference)
         self.world = World(names, count_targets, make_worker_core, checker)
-        self.world.checker.harmed = self.world.harmed
+        self.world.checker.harmed = partial(self.world.harmed, recovery_s=RECOVERY_S)
+        self.world.checker.reached = self._reached
         seed = scenario.seed
         self.network = Network(
             self.world.clock,
@@ -155,6 +159,12 @@ class Simulation:
             random.Random(f"{worker_id}:{scenario.seed}"),
         )
         self.world.clock.at(member.starts_at_s, host.start)
+
+    def _reached(self, worker_id: WorkerId, incarnation: int) -> int | None:
+        engine = self.hosts[worker_id].engine
+        if engine is None or engine.incarnation != incarnation:
+            return None
+        return engine.device.version if engine.device is not None else -1
 
     # ------------------------------------------------------------------ running
 

@@ -221,6 +221,11 @@ class Device:
             return squared_norm(step, (), tied=True)
         return squared_norm(step, self.stages[int(name.partition(":")[2])].blocks, tied=False)
 
+    def attempts(self) -> set[int]:
+        """In which attempts the assembled gradients were computed."""
+        assembled = [vector.assembled or () for vector in self.vectors.values()]
+        return {attempt for piece in assembled for tag, _ in piece if isinstance(attempt := tag[2], int)}
+
     def exactly_once(self, step: int, attempt: int, count: int) -> None:
         """Every stage's assembled gradient holds each of the step's microbatches once, and nothing else."""
         wanted = {("", step, attempt, index): 1.0 for index in range(count)}

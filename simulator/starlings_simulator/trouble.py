@@ -19,8 +19,6 @@ from starlings_simulator.world import World
 MONTH_S = 30 * 86_400.0
 # A stalled connection is given up after this much silence, by either end on its own.
 KEEPALIVE_S = (4.0, 12.0)
-# Until whoever was frozen or cut off has said so, and has been heard.
-RECOVERY_S = 5.0
 LEAVING_WITHIN_S = 20.0
 
 
@@ -126,7 +124,7 @@ class Trouble:
             return
         everybody = (FaultKind.SLOW, FaultKind.RESTART_EVERYTHING, FaultKind.FREEZE_COORDINATOR)
         hit = tuple(self._hosts) if fault.kind in everybody else (fault.worker_id, *fault.side)
-        self._world.harm(*hit, for_s=fault.duration_s + RECOVERY_S)
+        self._world.harm(*hit, for_s=fault.duration_s)
 
     def _note(self, actor: str, fault: Fault) -> None:
         self.struck += 1

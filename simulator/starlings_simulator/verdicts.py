@@ -28,7 +28,7 @@ def objection(scenario: Scenario, outcome: Outcome) -> str:
                 return "it failed without a reason"
             if scenario.compute_failure or scenario.exchange_failure:
                 return ""
-            if scenario.has(FaultKind.DISK_FULL) and "no space left" in outcome.reason:
+            if scenario.has(FaultKind.DISK_FULL) and "checkpoint could not be saved" in outcome.reason:
                 return ""
             return f"nothing fails by itself here, and yet: {outcome.reason}"
         case _:

@@ -50,8 +50,9 @@ class World:
             until_s = self.clock.now_s + for_s
             self.harmed_until_s[worker_id] = max(self.harmed_until_s.get(worker_id, 0.0), until_s)
 
-    def harmed(self, worker_id: WorkerId, since_s: float) -> bool:
-        return self.harmed_until_s.get(worker_id, -1.0) >= since_s
+    def harmed(self, worker_id: WorkerId, since_s: float, recovery_s: float = 0.0) -> bool:
+        """Whether something happened to it since then; it counts as happening for a while longer than it lasts."""
+        return self.harmed_until_s.get(worker_id, -1.0) + recovery_s >= since_s
 
     def happened(self) -> None:
         self.events += 1

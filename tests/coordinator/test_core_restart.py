@@ -103,11 +103,17 @@ def test_a_holder_that_does_not_come_back_is_lost_after_its_grace_and_the_others
     assert steps_of(world) == [0, 1, 2, 3]
 
 
-def test_a_peer_that_cannot_reach_it_either_needs_no_grace() -> None:
+def test_a_peer_that_cannot_reach_it_either_shortens_the_grace() -> None:
+    """The report may be older than the restart, and its stream ended with everybody's."""
     world = training()
     world.restart()
     (wa, _, _) = come_back(world, "wa", "wb", "wc")
     world.feed(WorkerSaid(wa.session, wa.worker_id, PeerUnreachable(WD, "connection refused")))
+    assert WD in world.core.state.spans
+    patience_s = world.core.config.timings.silence_least_s
+    assert patience_s < world.core.config.timings.restart_grace_s
+    for _ in range(int(patience_s / 0.5) + 1):
+        world.tick(0.5)
     assert WD not in world.core.state.spans
     assert world.core.phase.value == "training"
 

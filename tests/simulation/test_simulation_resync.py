@@ -10,28 +10,11 @@ import pytest
 from starlings_protos.messages import WorkerId
 from starlings_simulator.cores import simulation_of
 from starlings_simulator.faults import OF_THE_COORDINATOR, OF_WORKERS, Fault, FaultKind, Moment
-from starlings_simulator.scenario import FleetMember, Scenario, draw
+from starlings_simulator.scenario import Scenario, draw
 from starlings_simulator.simulation import Outcome, Simulation
-from support.simulated import judge
+from support.simulated import WORKERS, behind_a_partition, judge, replicated
 
-WORKERS = tuple(WorkerId(f"w{index:02d}") for index in range(4))
 JOINING = (Moment.OBSERVE, Moment.REPLAY, Moment.DONATE)
-
-
-def replicated(seed: int, *faults: Fault, steps: int = 9) -> Scenario:
-    """Four workers that hold everything, on a good network, and steps of about four seconds."""
-    fleet = tuple(FleetMember(w, 0.4 + 0.02 * index, "a", w, 0.2 * index) for index, w in enumerate(WORKERS))
-    return replace(
-        draw(seed, calm=True),
-        fleet=fleet,
-        blocks=3,
-        stages=1,
-        steps=steps,
-        microbatches=4,
-        least_workers=1,
-        faults=faults,
-        updates_most=64,
-    )
 
 
 def finish(scenario: Scenario) -> tuple[Simulation, Outcome]:
@@ -82,6 +65,12 @@ def test_a_partition_changes_the_membership_once_each_way() -> None:
     assert said["lost"] == len(side)
     assert said["join"] == len(WORKERS) + len(side)
     assert simulation.trouble.struck == 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_an_earlier_life_said_is_not_taken_for_the_present_ones(seed: int) -> None:
+    _, outcome = finish(behind_a_partition(seed))
+    assert outcome.admissions == {w: 1 + (w in WORKERS[:2]) for w in WORKERS}
 
 
 @pytest.mark.parametrize("moment", [None, *OF_THE_COORDINATOR])

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+from starlings_protos.messages import WorkerId
 from starlings_simulator.cores import simulation_of
-from starlings_simulator.scenario import Scenario, draw, without_crashes_of_the_coordinator
-from starlings_simulator.simulation import Outcome
+from starlings_simulator.faults import Fault, FaultKind
+from starlings_simulator.scenario import FleetMember, Scenario, draw, without_crashes_of_the_coordinator
+from starlings_simulator.simulation import Outcome, Violation
 from starlings_simulator.verdicts import objection
+
+WORKERS = tuple(WorkerId(f"w{index:02d}") for index in range(4))
 
 
 def run(seed: int, core: str = "real", *, calm: bool = False) -> Outcome:
@@ -46,3 +54,49 @@ def run_all(seeds: range, core: str = "real") -> list[Outcome]:
             wrong.append(str(error))
     assert not wrong, f"{len(wrong)} of {len(seeds)} seeds fail\n\n" + "\n\n".join(wrong)
     return outcomes
+
+
+def replicated(seed: int, *faults: Fault, steps: int = 9) -> Scenario:
+    """Four workers that hold everything, on a good network, and steps of about four seconds."""
+    fleet = tuple(FleetMember(w, 0.4 + 0.02 * index, "a", w, 0.2 * index) for index, w in enumerate(WORKERS))
+    return replace(
+        draw(seed, calm=True),
+        fleet=fleet,
+        blocks=3,
+        stages=1,
+        steps=steps,
+        microbatches=4,
+        least_workers=1,
+        faults=faults,
+        updates_most=64,
+    )
+
+
+def behind_a_partition(seed: int) -> Scenario:
+    """An engine ends just after its host was cut off: that is heard of when there is a new engine already."""
+    rng = random.Random(f"behind a partition:{seed}")
+    at_s, duration_s = rng.uniform(5.0, 10.0), rng.uniform(8.0, 20.0)
+    partition = Fault(at_s, FaultKind.PARTITION, WORKERS[0], duration_s, side=WORKERS[:2])
+    crash = Fault(at_s + rng.uniform(0.1, 3.0), FaultKind.KILL_ENGINE, WORKERS[0], 0.0)
+    return replicated(seed, partition, crash)
+
+
+def rough(seed: int) -> Scenario:
+    """Networks are worse here than elsewhere: one transfer in four breaks somewhere, half of them are repeated."""
+    return replace(draw(seed), broken=0.25, duplicated=0.5)
+
+
+def first_that_notices(scenarios: Iterable[Scenario]) -> tuple[int, str] | None:
+    """The first seed whose run breaks an invariant or ends wrongly, and how."""
+    for scenario in scenarios:
+        seed = scenario.seed
+        try:
+            outcome = simulation_of(scenario).run()
+        except Violation as violation:
+            return seed, str(violation.cause)
+        except (AssertionError, KeyError, IndexError, ValueError) as error:
+            return seed, repr(error)
+        wrong = objection(scenario, outcome)
+        if wrong:
+            return seed, wrong
+    return None

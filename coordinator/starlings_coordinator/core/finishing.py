@@ -237,7 +237,8 @@ class Finishing:
         if last_one and self._save_failures >= TRIES:
             core.fail(f"the last checkpoint could not be saved: {event.reason}", event.exit_code)
         elif last_one or self.holding:
-            self._save_again_at_s = core.now.monotonic_s + core.config.timings.retry_s
+            # Longer and longer: a donor that hangs is soon known as lost, and then there is another one.
+            self._save_again_at_s = core.now.monotonic_s + self._save_failures * core.config.timings.retry_s
 
     # ------------------------------------------------------------------ the end, part by part
 

@@ -226,7 +226,11 @@ class Membership:
         if member.state not in (MemberState.PROBING, MemberState.STANDBY):
             self._core.dropped_messages += 1
             return
-        if not report.addresses or any(not (0 <= s < 1e9) for s in report.forward_seconds.values()):
+        seconds = (*report.forward_seconds.values(), *report.backward_seconds.values())
+        rates = (report.uplink_bytes_per_s, report.downlink_bytes_per_s)
+        # It is written down, and JSON knows no infinity.
+        sound = all(0 <= s < 1e9 for s in seconds) and all(0 <= rate < 1e18 for rate in rates)
+        if not report.addresses or not sound:
             self._core.refused_reports += 1
             self.dismiss(member, Refusal.MALFORMED, "its probe report makes no sense")
             return

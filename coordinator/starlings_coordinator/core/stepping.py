@@ -279,11 +279,15 @@ class Stepping:
         self._link_trouble |= {member.worker_id, message.worker_id}
         suspect = core.members.get(message.worker_id)
         if suspect is not None and not suspect.here and core.phase is not Phase.LOADING:
-            # Its stream ended, and a peer finds it gone as well: two witnesses need no grace.
-            core.membership.lose(
-                suspect, f"its connection ended, and {member.worker_id} cannot reach it either"
-            )
-            return
+            timings = core.config.timings
+            if suspect.grace_s <= timings.reconnect_grace_s:
+                # Its stream ended, and a peer finds it gone as well: two witnesses need no grace.
+                reason = f"its connection ended, and {member.worker_id} cannot reach it either"
+                core.membership.lose(suspect, reason)
+                return
+            # After a restart of the coordinator every stream is down, which says nothing of who held it, and a report
+            # may be old. Whoever lives is back as soon as silence would have been noticed.
+            suspect.grace_s = min(suspect.grace_s, max(timings.silence_least_s, timings.reconnect_grace_s))
         if message.worker_id in core.state.spans:
             self._accusations.setdefault(message.worker_id, set()).add(member.worker_id)
 

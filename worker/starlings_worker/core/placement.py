@@ -206,10 +206,13 @@ class Placement:
         if self.observing.active:
             self._catch_up_failed(event.reason)
             return
-        delay_s = self._timings.load_retry_first_s * 2.0**self._load_failures
+        timings = self._timings
+        delay_s = timings.growing(
+            timings.load_retry_first_s, timings.load_retry_most_s, self._load_failures + 1
+        )
         # Without the coordinator its keeper is away as well, and nobody could say otherwise: that counts for nothing.
         self._load_failures += self._outbox.up
-        if self._load_failures >= self._timings.load_tries:
+        if self._load_failures >= timings.load_tries:
             self._stop(Stop(False, f"the assigned span could not be loaded: {event.reason}"))
             return
         self.load_again_at_s = now_s + delay_s

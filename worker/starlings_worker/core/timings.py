@@ -29,9 +29,11 @@ class WorkerTimings:
     wish_repeat_s: float = 2.0
     # An exchange whose message names no deadline gets this one.
     exchange_deadline_s: float = 300.0
-    # Loading is tried this often, with delays that double from the first.
-    load_tries: int = 5
+    # Loading is tried this often, with delays that double from the first up to the most: a coordinator's machine that
+    # sleeps for half a minute, and its keeper with it, costs nobody its place.
+    load_tries: int = 8
     load_retry_first_s: float = 1.0
+    load_retry_most_s: float = 15.0
     # Leaving early through a boundary inside the span must beat the span's end by this factor: each boundary
     # costs bytes.
     early_exit_margin: float = 1.15
