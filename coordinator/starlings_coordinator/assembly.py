@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import grpc.aio
@@ -19,6 +19,7 @@ from starlings_coordinator.core.core import Core
 from starlings_coordinator.core.effects import JobEnded
 from starlings_coordinator.core.events import Event, KeeperLost, KeeperStarted
 from starlings_coordinator.core.records import RecordError, record_from_json
+from starlings_coordinator.core.views import Headline
 from starlings_coordinator.detokenise import detokeniser
 from starlings_coordinator.dispatch import Dispatcher
 from starlings_coordinator.enrolment import EnrolmentAuthority, EnrolmentService
@@ -55,7 +56,6 @@ from starlings_protos.errors import PortBusy
 from starlings_protos.identity import COORDINATOR, OWNER
 from starlings_protos.peers import CONTROL_POLICY, RoleGuard
 from starlings_protos.private_files import write_private
-from starlings_protos.status import StatusReply
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,6 @@ KEEPER_PORT_OFFSET = 3
 RENEWALS_EVERY_S = 20.0
 # Calls under way may end within this time when the servers stop.
 SERVER_GRACE_S = 2.0
-_REPORTED = ("phase", "step", "steps_total", "tokens", "tokens_per_second", "loss", "waiting_for")
 
 
 @dataclass(frozen=True)
@@ -268,14 +267,13 @@ class Coordinator:
 
     async def report(self) -> None:
         """The state now and then, for whoever watches this process."""
-        last: dict[str, Any] = {}
+        last: Headline | None = None
         while True:
             await asyncio.sleep(STATUS_EVERY_S)
-            status = self.owner.status()
-            fields: dict[str, Any] = {name: getattr(status, name) for name in _REPORTED}
-            if fields != last:
-                last = fields
-                self.observer("status", {**fields, "line": _line(status)})
+            now = self.owner.headline()
+            if now != last:
+                last = now
+                self.observer("status", {**asdict(now), "line": _line(now)})
 
     async def leave(self, reason: str) -> None:
         """Ends streams, calls and children in order."""
@@ -298,7 +296,7 @@ def _bind(
     return bind(server, host, port, credentials)
 
 
-def _line(status: StatusReply) -> str:
+def _line(status: Headline) -> str:
     """The state of the job in one line."""
     if status.waiting_for:
         return f"{status.phase}: {status.waiting_for}"

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import re
-from collections.abc import Mapping
+import types
+import typing
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
+from google.protobuf.message import Message
+
 from starlings_protos import control_pb2
-from starlings_protos.convert import body_from_proto
+from starlings_protos.convert import body_from_proto, field_hints, plain
 from starlings_protos.errors import RefusedError, clean_text
 from starlings_protos.identity import KEEPER
 from starlings_protos.invite import parse_address
 from starlings_protos.messages import PeerUnreachable, ProbeReport, Refusal, ToCoordinator
 
 R = TypeVar("R")
+_SCALARS = (str, bytes, int, float)
 
 TEXT_LIMIT_CHARACTERS = 400
 # Blocks of the largest profile, routes, microbatches of a step: none has more entries.
@@ -36,6 +43,8 @@ def received(message: control_pb2.ToCoordinator) -> ToCoordinator:
     Raises:
         RefusedError: MALFORMED or LIMIT, with what is wrong.
     """
+    # Before any record is made: a megabyte can hold half a million empty entries.
+    _check_counts(message)
     try:
         record: ToCoordinator = body_from_proto(message, ToCoordinator)
     except ValueError as error:
@@ -52,36 +61,86 @@ def checked(record: R) -> R:
     """The record with clean texts.
 
     Raises:
-        RefusedError: MALFORMED for a number that is none, LIMIT for too many entries.
+        RefusedError: MALFORMED for a number that is none.
     """
+    cls = type(record)
+    checks = _CHECKS.get(cls)
+    if checks is None:
+        found = ((name, _check_for(name, hint)) for name, hint in field_hints(cls).items())
+        checks = _CHECKS[cls] = tuple((name, check) for name, check in found if check is not None)
     changes: dict[str, Any] = {}
-    for field in dataclasses.fields(record):  # type: ignore[arg-type]
-        value = getattr(record, field.name)
-        if (clean := _checked_value(field.name, value)) is not value:
-            changes[field.name] = clean
+    for name, check in checks:
+        value = getattr(record, name)
+        if (clean := check(value)) is not value:
+            changes[name] = clean
     return dataclasses.replace(record, **changes) if changes else record  # type: ignore[type-var]
 
 
-def _checked_value(name: str, value: Any) -> Any:
-    match value:
-        case str():
-            plain = value.isprintable() and len(value) <= TEXT_LIMIT_CHARACTERS
-            return value if plain else clean_text(value, TEXT_LIMIT_CHARACTERS)
-        case float():
-            if not math.isfinite(value) and name not in _MAY_BE_INFINITE:
-                raise RefusedError(Refusal.MALFORMED, f"A malformed message: {name} is not finite.")
-            return value
-        case tuple():
-            _check_count(name, len(value))
-            items = tuple(_checked_value(name, item) for item in value)
-            return value if all(a is b for a, b in zip(items, value, strict=True)) else items
-        case Mapping():
-            _check_count(name, len(value))
-            return {_checked_value(name, key): _checked_value(name, item) for key, item in value.items()}
-        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return checked(value)
-        case _:
-            return value
+# Returns the very value when there is nothing to change.
+_Check = Callable[[Any], Any]
+# What a class's fields need is worked out once: heartbeats of a thousand workers come by here.
+_CHECKS: dict[type, tuple[tuple[str, _Check], ...]] = {}
+
+
+def _check_for(name: str, hint: Any) -> _Check | None:
+    """How to check values of type `hint`; None where nothing can be wrong with one."""
+    hint = plain(hint)
+    arguments = [plain(argument) for argument in typing.get_args(hint)]
+    origin = typing.get_origin(hint)
+    if hint is str:
+        return _text
+    if hint is float:
+        return None if name in _MAY_BE_INFINITE else partial(_finite, name)
+    if dataclasses.is_dataclass(hint):
+        return checked
+    if origin is tuple:
+        item = _check_for(name, arguments[0])
+        return None if item is None else partial(_items, item)
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+        key, value = (_check_for(name, argument) or _unchanged for argument in arguments)
+        return partial(_entries, key, value)
+    if origin in (types.UnionType, typing.Union):
+        inner = next(_check_for(name, argument) for argument in arguments if argument is not type(None))
+        return None if inner is None else lambda value: value if value is None else inner(value)
+    return None
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _text(value: str) -> str:
+    plain_text = value.isprintable() and len(value) <= TEXT_LIMIT_CHARACTERS
+    return value if plain_text else clean_text(value, TEXT_LIMIT_CHARACTERS)
+
+
+def _finite(name: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise RefusedError(Refusal.MALFORMED, f"A malformed message: {name} is not finite.")
+    return value
+
+
+def _items(item: _Check, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    clean = tuple([item(value) for value in values])
+    return values if all(map(operator.is_, clean, values)) else clean
+
+
+def _entries(key: _Check, value: _Check, entries: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    return {key(k): value(v) for k, v in entries.items()}
+
+
+def _check_counts(message: Message) -> None:
+    """Raises RefusedError for a list or map that is too long, at any depth."""
+    for field, value in message.ListFields():
+        if isinstance(value, _SCALARS):
+            continue
+        if isinstance(value, Message):
+            _check_counts(value)
+            continue
+        _check_count(field.name, len(value))
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            for item in value:
+                _check_counts(item)
 
 
 def _check_count(name: str, count: int) -> None:

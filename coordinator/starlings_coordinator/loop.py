@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from starlings_coordinator.clock import Clock
 from starlings_coordinator.core.core import Core
 from starlings_coordinator.core.effects import Effect
-from starlings_coordinator.core.events import Event, Ticked
+from starlings_coordinator.core.events import Event, Ticked, WorkerSaid
 from starlings_coordinator.core.records import record_to_json
 from starlings_coordinator.journal import Journal
 
@@ -33,6 +33,8 @@ class CoreLoop:
         self._events: asyncio.Queue[Event | asyncio.Event] = asyncio.Queue(WAITING_EVENTS_LIMIT)
         # What our own children and timers say is never held up by what comes from outside.
         self._inside: list[Event] = []
+        # The newest sign of life of each stream since the last turn.
+        self._signs: dict[int, WorkerSaid] = {}
         self._reached: list[asyncio.Event] = []
         self._stopping = False
         self._over = False
@@ -48,6 +50,13 @@ class CoreLoop:
         """From this process itself: never waits. Handled in the next turn, before what waits in the queue."""
         self._inside.append(event)
         self._wake()
+
+    def post_sign(self, said: WorkerSaid) -> None:
+        """A heartbeat: never waits, and wakes nobody; the next turn takes it, at the latest a tick later. Of several
+        from one stream only the newest counts, so that a stream cannot fill anything with them.
+        """
+        if not self._over:
+            self._signs[said.session] = said
 
     async def turn(self) -> None:
         """Waits until everything posted before was handled and its effects have left, or the loop is over."""
@@ -123,6 +132,9 @@ class CoreLoop:
                 ticked = True
             else:
                 events.append(item)
+        # After the greeting of their stream, and before anybody is given up for his silence.
+        events += self._signs.values()
+        self._signs.clear()
         return [*events, Ticked()] if ticked else events
 
     def _handle_batch(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from starlings_coordinator.clock import Clock
 from starlings_coordinator.core.core import Core
 from starlings_coordinator.core.events import StopRequested, WorkerRevoked
+from starlings_coordinator.core.views import Headline, headline
 from starlings_coordinator.detokenise import Detokenise
 from starlings_coordinator.enrolment import EnrolmentAuthority
 from starlings_coordinator.leases import PROMPT_TOKENS, Records
@@ -26,6 +27,8 @@ LONGEST_INTERVAL_S = 60.0
 # A watcher hears this often that the coordinator lives, also when nothing changes.
 QUIET_INTERVAL_S = 5.0
 WATCHERS_LIMIT = 64
+# Building status replies takes at most one part in this many of the time, however many ask.
+AGE_PER_BUILD = 25.0
 REASON_LIMIT_CHARACTERS = 200
 
 
@@ -66,12 +69,25 @@ class OwnerDesk:
         self._detokenise = detokenise
         self._sample: tuple[object, str] = (None, "")
         self._watchers = 0
+        self._built: StatusReply | None = None
+        self._built_at_s = self._build_took_s = 0.0
 
     # ------------------------------------------------------------------ status
 
+    def headline(self) -> Headline:
+        return headline(self._core)
+
     def status(self, after_event: int = 0, after_step: int = -1) -> StatusReply:
-        status = self._core.status(self._clock.now())
-        return replace(trimmed(status, after_event, after_step), sample_text=self._sample_text())
+        return replace(trimmed(self._whole(), after_event, after_step), sample_text=self._sample_text())
+
+    def _whole(self) -> StatusReply:
+        """The same for all who ask within moments: with many workers it takes long to make."""
+        now = self._clock.now()
+        age_s = now.monotonic_s - self._built_at_s
+        if self._built is None or age_s >= self._build_took_s * AGE_PER_BUILD or self._loop.ended.is_set():
+            self._built, self._built_at_s = self._core.status(now), now.monotonic_s
+            self._build_took_s = self._clock.now().monotonic_s - now.monotonic_s
+        return self._built
 
     def reply(self, request: control_pb2.StatusRequest) -> control_pb2.StatusReply:
         reply = control_pb2.StatusReply()

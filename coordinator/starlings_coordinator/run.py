@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -47,6 +48,8 @@ def run_coordinator(options: CoordinatorOptions, observer: Observer = silent) ->
     notifier = Notifier.from_environment()
     notifier.status("prepares the job")
     ensure_prepared(options.directory, options.job_file)
+    # What is loaded stays: the collector need not look at it again and again while a thousand workers talk.
+    gc.freeze()
     with DirectoryLock(options.directory), log_to(options.directory / "logs" / "coordinator.log"):
         return asyncio.run(serve(options, observer, notifier))
 

@@ -29,6 +29,8 @@ R = TypeVar("R")
 
 # From the opening of a stream to its Hello.
 HELLO_WITHIN_S = 10.0
+# The first heartbeat of a stream is acknowledged, and then one this often: the worker sets its clock by it.
+ACKNOWLEDGE_EVERY_S = 10.0
 # What still waits when a session ends is sent for this long at most.
 LAST_WORDS_S = 5.0
 
@@ -94,10 +96,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
         """Reads and writes until one side ends the stream; returns why."""
         reading = asyncio.create_task(self._read(session, context))
         writing = asyncio.create_task(self._write(session, context))
-        ending = asyncio.create_task(session.ended())
-        tasks = (reading, writing, ending)
+        tasks = (reading, writing)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((*tasks, session.ended), return_when=asyncio.FIRST_COMPLETED)
             if session.ending is not None and not writing.done():
                 # What waits in the queue, above all the reason, is still worth sending; to a reader who reads.
                 await asyncio.wait({writing}, timeout=LAST_WORDS_S)
@@ -117,10 +118,20 @@ class ControlService(control_pb2_grpc.ControlServicer):
             except RefusedError as error:
                 session.end(Ending(error.refusal, str(error)))
                 return
+            said = WorkerSaid(session.number, worker_id, record)
             if isinstance(record, Heartbeat):
-                ack = control_pb2.HeartbeatAck(wall_time_s=self._clock.now().wall_s)
-                session.send(control_pb2.ToWorker(heartbeat_ack=ack), may_drop=True)
-            await self._loop.post(WorkerSaid(session.number, worker_id, record))
+                self._acknowledge(session)
+                self._loop.post_sign(said)
+            else:
+                await self._loop.post(said)
+
+    def _acknowledge(self, session: WorkerSession) -> None:
+        """Not every heartbeat: an answer costs more than all the rest that a heartbeat does."""
+        now = self._clock.now()
+        if now.monotonic_s - session.acknowledged_at_s >= ACKNOWLEDGE_EVERY_S:
+            session.acknowledged_at_s = now.monotonic_s
+            ack = control_pb2.HeartbeatAck(wall_time_s=now.wall_s)
+            session.send(control_pb2.ToWorker(heartbeat_ack=ack), may_drop=True)
 
     async def _write(self, session: WorkerSession, context: Context) -> None:
         while (message := await session.next()) is not None:

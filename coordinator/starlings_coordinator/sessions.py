@@ -51,6 +51,10 @@ class WorkerSession:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     # Set once: what is in the queue is still sent, nothing is added.
     ending: Ending | None = None
+    # Done once `ending` is set.
+    ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    # When a heartbeat was answered last, seconds of the coordinator's clock.
+    acknowledged_at_s: float = float("-inf")
 
     def send(self, message: control_pb2.ToWorker, *, may_drop: bool = False) -> None:
         """Queues a message; a queue beyond its limits ends the session. Never blocks."""
@@ -76,6 +80,7 @@ class WorkerSession:
         """Ends the session once the queue is sent. The first reason stays."""
         if self.ending is None:
             self.ending = ending
+            self.ended.set_result(None)
             self._changed.set()
 
     async def next(self) -> control_pb2.ToWorker | None:
@@ -88,12 +93,6 @@ class WorkerSession:
         message, byte_count = self._waiting.popleft()
         self._waiting_bytes -= byte_count
         return message
-
-    async def ended(self) -> Ending:
-        while self.ending is None:
-            self._changed.clear()
-            await self._changed.wait()
-        return self.ending
 
 
 class SessionTable:

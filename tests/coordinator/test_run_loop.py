@@ -196,7 +196,8 @@ async def test_last_words_are_sent_and_the_first_reason_stays() -> None:
     session.end(Ending(None, "second"))
     assert await session.next() is not None
     assert await session.next() is None
-    assert await session.ended() == Ending(Refusal.REVOKED, "first")
+    await asyncio.wait_for(session.ended, 5)
+    assert session.ending == Ending(Refusal.REVOKED, "first")
 
 
 async def test_table_has_a_limit_and_knows_whose_session_is_whose() -> None:

@@ -110,5 +110,5 @@ def test_what_both_sides_say_fits_together():
         assert client["grpc.max_send_message_length"] == server["grpc.max_receive_message_length"]
         assert client["grpc.max_receive_message_length"] == server["grpc.max_send_message_length"]
         assert server["grpc.so_reuseport"] == 0
-    assert dict(channels.server_options(channels.CONTROL))["grpc.max_receive_message_length"] == 4 << 20
+    assert dict(channels.server_options(channels.CONTROL))["grpc.max_receive_message_length"] == 1 << 20
     assert dict(channels.server_options(channels.DATA))["grpc.max_receive_message_length"] == 2 << 20

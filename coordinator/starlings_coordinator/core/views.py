@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlings_coordinator.core.members import Member
@@ -41,6 +42,32 @@ def worker_status(core: Core, member: Member, elapsed_s: float) -> WorkerStatus:
         dict(member.heartbeat.seconds),
         member.probe.memory_bytes if member.probe is not None else 0,
         planned.memory_bytes if span is not None and planned is not None else 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """The job in one line: as cheap with a thousand workers as with one."""
+
+    phase: str
+    step: int
+    steps_total: int
+    tokens: int
+    tokens_per_second: float
+    loss: float
+    waiting_for: str
+
+
+def headline(core: Core) -> Headline:
+    state = core.state
+    return Headline(
+        core.phase.value,
+        state.step,
+        core.config.job.steps_total,
+        state.tokens,
+        core.rates.tokens_per_s(),
+        state.loss_curve[-1].loss if state.loss_curve else 0.0,
+        core.waiting_words(),
     )
 
 
