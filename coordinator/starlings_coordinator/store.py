@@ -7,9 +7,10 @@ snapshot holds everything up to a sequence number, and what it holds leaves the 
 from __future__ import annotations
 
 import errno
+import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ meta = sa.Table(
 # Any fixed number: PostgreSQL's advisory locks are named by one.
 _POSTGRES_LOCK = 0x57A21195
 _SQLITE_BUSY_TIMEOUT_S = 5.0
+# With less than this SQLite cannot even begin: its shared-memory file alone has 32 KiB.
+_NEEDED_BYTES = 64 << 10
 
 
 class StoreError(StarlingsError):
@@ -106,6 +109,15 @@ def _is_full(error: DBAPIError) -> bool:
     return getattr(origin, "sqlstate", None) == "53100"  # PostgreSQL: disk_full
 
 
+def _no_room(url: sa.URL) -> bool:
+    """A full disk also shows as an input/output error, or as a file that cannot be opened."""
+    if url.get_backend_name() != "sqlite" or not url.database:
+        return False
+    with suppress(OSError):
+        return shutil.disk_usage(Path(url.database).absolute().parent).free < _NEEDED_BYTES
+    return False
+
+
 @contextmanager
 def _translated(url: sa.URL) -> Iterator[None]:
     """SQLAlchemy's errors as ours; a password in the address never gets into a message."""
@@ -113,7 +125,7 @@ def _translated(url: sa.URL) -> Iterator[None]:
     try:
         yield
     except DBAPIError as error:
-        if _is_full(error):
+        if _is_full(error) or _no_room(url):
             raise StoreFull(
                 f"No space left for the coordinator's log ({where}). Nothing recorded so far is lost: free some "
                 "space and start again."
@@ -269,6 +281,7 @@ def _make_engine(url: str) -> sa.Engine:
 def _configure_sqlite(connection: sqlite3.Connection, _record: object) -> None:
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
-    # FULL: a committed record survives a power cut, not only the end of this process.
+    # FULL: every commit is synced, so it survives a power cut, not only the end of this process. A power cut can
+    # take the commit under way, of which nobody was told; and more only if the disk lies about syncing.
     cursor.execute("PRAGMA synchronous=FULL")
     cursor.close()

@@ -63,6 +63,7 @@ class StatusReply:
     samples_trained: int
     samples_lost: int
     checkpoint: str
+    checkpoint_trouble: str
     elapsed_s: float
     failure: str
     dropped_messages: int

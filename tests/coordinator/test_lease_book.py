@@ -403,3 +403,23 @@ def test_a_log_of_acknowledgements_stays_small(desk: Desk) -> None:
     acknowledged = [r for r in desk.records if isinstance(r, SamplesAcknowledged)]
     assert 55 <= len(acknowledged) <= 61
     assert len(snapshot_to_json(desk.state)) < 2000
+
+
+def test_a_hundred_workers_write_less_than_a_hundred_megabytes_a_day(desk: Desk) -> None:
+    workers = [WorkerId(f"w{i:016x}") for i in range(100)]
+    for worker in workers:
+        desk.record(WorkerAdmitted(worker, 1, "cpu"))
+    book, begun, now_s = desk.book(), len(desk.records), 0.0
+    seconds = 120
+    blocks = {worker: book.grant(worker, 5000, 10**6, 0.0) for worker in workers}
+    for second in range(seconds):
+        for worker, block in blocks.items():
+            assert block is not None
+            done = [(block.first, block.first + 40 * (second + 1))]
+            assert book.report(worker, 1, block.lease, done, now_s) == ""
+        now_s += 1.0
+        book.due(now_s)
+    written_bytes = sum(len(record_to_json(record)) for record in desk.records[begun:])
+    assert written_bytes / seconds * 86400 < 100e6
+    # What is not recorded yet is not much either.
+    assert desk.state.leased.samples_acknowledged > 100 * 40 * (seconds - 2 * 100 / 8)

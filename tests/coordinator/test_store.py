@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,31 @@ def test_snapshot_and_entries_together_are_everything(
     saved = store.load()
     assert (saved.snapshot or b"") + b"".join(e.payload for e in saved.entries) == everything
     store.close()
+
+
+KILLED = """
+import sys
+from starlings_coordinator.store import Store
+store = Store(sys.argv[1])
+for number in range(10**6):
+    store.append([("x", str(number).encode())], 0.0)
+    print(number, flush=True)
+"""
+
+
+def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
+    writer = subprocess.Popen(
+        [sys.executable, "-c", KILLED, _url(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    said = [int(writer.stdout.readline()) for _ in range(50)]
+    writer.send_signal(signal.SIGKILL)
+    said += [int(line) for line in writer.stdout.read().split("\n")[:-1]]
+    writer.wait()
+    writer.stdout.close()
+    kept = [int(payload) for payload in _payloads(Store(_url(tmp_path)))]
+    # The commit under way may be there or not; nobody heard of it.
+    assert kept in (said, [*said, len(said)])
 
 
 def test_snapshot_truncates_the_log(tmp_path: Path) -> None:

@@ -157,6 +157,8 @@ def header(
         )
     if reply.waiting_for:
         lines.append(Text(f"waiting for {reply.waiting_for.removeprefix('waiting for ')}", style="yellow"))
+    if reply.checkpoint_trouble:
+        lines.append(Text(f"no checkpoints: {reply.checkpoint_trouble}", style="yellow"))
     if reply.failure:
         lines.append(Text(reply.failure, style="bold red"))
     return Group(*lines)

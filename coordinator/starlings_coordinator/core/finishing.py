@@ -16,6 +16,7 @@ from starlings_coordinator.core.events import CheckpointFailed, CheckpointSaved
 from starlings_coordinator.core.members import Member
 from starlings_coordinator.core.phase import Phase
 from starlings_coordinator.core.records import CheckpointRecorded, EvaluationRecorded, TextRecorded
+from starlings_coordinator.core.save_pace import SavePace
 from starlings_protos.messages import (
     ExchangeFailed,
     ExchangePurpose,
@@ -76,8 +77,7 @@ class Finishing:
         self._snapshot_version = -1
         self._snapshot_donors: frozenset[WorkerId] = frozenset()
         self._saving: tuple[int, float] | None = None
-        # How often in a row the newest version that failed has failed.
-        self._save_failures, self._failed_version = 0, -1
+        self.pace = SavePace(core.config.timings.retry_s)
         self._save_again_at_s: float | None = None
         # Training pauses at this version until it is saved: a last holder wants to leave.
         self._hold_version = -1
@@ -100,8 +100,13 @@ class Finishing:
         ]
 
     def wants_checkpoint(self, version: int) -> bool:
-        every = self._core.config.job.checkpoint.every
-        return every > 0 and version % every == 0 and self._saving is None and self._snapshot_version < 0
+        core = self._core
+        return (
+            self.pace.due(version, core.config.job.checkpoint.every)
+            and self._saving is None
+            and self._snapshot_version < 0
+            and self.pace.may_begin(core.now.monotonic_s)
+        )
 
     def donors(self) -> frozenset[WorkerId]:
         """The lowest worker id of each stage keeps a copy."""
@@ -112,12 +117,15 @@ class Finishing:
         """There is no plan any more: what was under way with it is over, except what the keeper is writing."""
         self.part, self._work = None, None
         self._snapshot_version, self._hold_version = -1, -1
-        self._save_failures, self._save_again_at_s = 0, None
+        self._save_again_at_s = None
 
     def committed(self, donors: frozenset[WorkerId]) -> None:
         """`donors` were told to keep a copy of the version that the commit makes."""
+        version = self._core.state.step
         if donors:
-            self._snapshot_version, self._snapshot_donors = self._core.state.step, donors
+            self._snapshot_version, self._snapshot_donors = version, donors
+        elif self.pace.due(version, self._core.config.job.checkpoint.every):
+            self.pace.overdue = True
 
     def holder_leaves(self, member: Member) -> None:
         """A holder said that it wants to go. If others hold all that it holds, it goes with the step that is under way
@@ -210,13 +218,15 @@ class Finishing:
     def checkpoint_saved(self, event: CheckpointSaved) -> None:
         core = self._core
         if self._saving is not None and self._saving[0] == event.version:
+            if self.pace.trouble:
+                core.desk.announce("checkpoint", "checkpoints can be saved again")
+            self.pace.saved(self._saving[1], core.now.monotonic_s)
             self._saving = None
         if event.version > core.state.step or core.state.finished is not None:
             return
         core.desk.record(CheckpointRecorded(event.version, event.path))
         core.planning.keeper_has(event.version)
         core.desk.announce("checkpoint", f"version {event.version} is saved: {event.path}")
-        self._save_failures = 0
         if event.version == core.state.step:
             self._save_again_at_s = None
         if core.phase is Phase.TRAINING and self._hold_version == event.version:
@@ -229,16 +239,19 @@ class Finishing:
         if self._saving is None or self._saving[0] != event.version:
             return
         self._saving = None
-        if event.version != self._failed_version:
-            self._failed_version, self._save_failures = event.version, 0
-        core.desk.announce("checkpoint_failed", f"version {event.version} could not be saved: {event.reason}")
-        self._save_failures += 1
+        now_s = core.now.monotonic_s
+        again_at_s = self.pace.failed(event.version, event.reason, now_s)
+        core.desk.announce(
+            "checkpoint_failed",
+            f"version {event.version} could not be saved, it is tried again in {again_at_s - now_s:.0f} s; the one "
+            f"before is untouched: {event.reason}",
+        )
         last_one = core.phase is Phase.FINISHING and event.version == core.state.step
-        if last_one and self._save_failures >= TRIES:
+        if last_one and self.pace.gives_up(event.exit_code, TRIES, now_s):
             core.fail(f"the last checkpoint could not be saved: {event.reason}", event.exit_code)
         elif last_one or self.holding:
             # Longer and longer: a donor that hangs is soon known as lost, and then there is another one.
-            self._save_again_at_s = core.now.monotonic_s + self._save_failures * core.config.timings.retry_s
+            self._save_again_at_s = again_at_s
 
     # ------------------------------------------------------------------ the end, part by part
 
@@ -468,4 +481,6 @@ class Finishing:
         late = [h.worker_id for h in self._core.holders if h.worker_id not in self._reports]
         if self.part in (Part.AGREE, Part.AVERAGE) and late:
             return f"{self.part.value}: waiting for {', '.join(late[:4])}"
+        if self.part is Part.SAVE and self.pace.trouble:
+            return f"{self.part.value}: {self.pace.trouble}"
         return self.part.value

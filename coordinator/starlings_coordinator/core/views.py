@@ -98,6 +98,7 @@ def status(core: Core, now_s: float) -> StatusReply:
         samples_lost=state.samples_lost,
         checkpoint=state.checkpoints[max(state.checkpoints)] if state.checkpoints else "",
         elapsed_s=elapsed_s,
+        checkpoint_trouble=core.finishing.pace.trouble,
         failure=state.finished.reason if state.finished is not None and not state.finished.done else "",
         dropped_messages=core.dropped_messages,
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 from starlings_coordinator.keeper.library import NotHeld, StateLibrary
 from starlings_coordinator.keeper.pull import Puller, PullError
@@ -15,6 +17,9 @@ from starlings_job.profile import Profile
 from starlings_protos.messages import Peer
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ async def save(
     """Raises SaveFailed."""
     _check_complete(order.blocks, profile)
     try:
-        writer = await asyncio.to_thread(CheckpointWriter, url, order.version, keep=keep)
+        writer = await _in_thread(CheckpointWriter, url, order.version, keep=keep)
     except (JobError, OSError) as error:
         raise _failed(error) from error
     try:
@@ -68,21 +73,37 @@ async def save(
                 digest=source.digest,
                 limit_bytes=profile.block_limit_bytes(),
             )
-            await asyncio.to_thread(writer.add_block, source.block, tensors)
+            await _in_thread(writer.add_block, source.block, tensors)
             # Before the next one is fetched: one block at a time.
             del tensors, reference
         facts = {"tokens": order.tokens, "job": order.job, "job_digest": order.job_digest}
         library.changed()
-        manifest = await asyncio.to_thread(writer.finish, facts)
+        manifest = await _in_thread(writer.finish, facts)
     except PullError as error:
         raise SaveFailed(f"block {source.block}: {error}") from None
     except (JobError, NotHeld, OSError) as error:
         raise _failed(error) from error
     finally:
         # Harmless when it was finished; also when this task is cancelled.
-        writer.abort()
+        with contextlib.suppress(OSError):
+            writer.abort()
         library.changed()
     return Written(f"{url.rstrip('/')}/{order.version:08d}", manifest.byte_count)
+
+
+async def _in_thread(call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """As `asyncio.to_thread`, but a cancelled caller waits for the call: two saves never write at the same time."""
+    call_under_way = asyncio.create_task(asyncio.to_thread(call, *arguments, **options))
+    cancelled = False
+    while not call_under_way.done():
+        try:
+            await asyncio.wait({call_under_way})
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        call_under_way.exception()  # seen, so that nobody complains about it
+        raise asyncio.CancelledError
+    return call_under_way.result()
 
 
 def _check_complete(blocks: Sequence[BlockSource], profile: Profile) -> None:
