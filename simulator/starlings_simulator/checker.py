@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from starlings_coordinator.core.records import StepRecorded
+from starlings_coordinator.core.records import StepRecorded, WorkerAdmitted
 from starlings_protos.messages import (
     Assignment,
     Lease,
@@ -132,6 +132,11 @@ class Checker:
         )
         self.highest_version = max(self.highest_version, message.step + 1)
         self.ever_committed = max(self.ever_committed, self.highest_version)
+
+    def admitted(self, record: WorkerAdmitted) -> None:
+        """A new life has nothing yet."""
+        self.observing.discard(record.worker_id)
+        self.credit.admitted(record)
 
     def recorded(self, record: StepRecorded) -> None:
         self.credit.committed(record, self.microbatches_per_step, self.stage_count)

@@ -163,7 +163,7 @@ class Coordinator:
     def _written(self, record: object) -> None:
         match record:
             case WorkerAdmitted():
-                self.world.checker.credit.admitted(record)
+                self.world.checker.admitted(record)
             case StepRecorded():
                 self.world.checker.recorded(record)
                 self.world.reached(Moment.COMMIT_WRITTEN, None)

@@ -69,6 +69,8 @@ class Host:
         self.engine: Engine | None = None
         self.engine_incarnation = -1
         self._engine_down: EngineDown | None = None
+        # The stream on which that was said.
+        self._told_on = -1
         self.stream: ControlStream | None = None
         self._nonce = 0
         self.wall_offset_s = 0.0
@@ -123,17 +125,18 @@ class Host:
         self.world.note(self.worker_id, "!!", f"the engine crashes: {reason}")
         self._end_engine()
         self.world.checker.gone(self.worker_id)
-        self._engine_down = EngineDown(reason, True)
+        self._engine_down, self._told_on = EngineDown(reason, True), -1
         if self.stream is not None:
             self.process.deliver(self._say_engine_down)
 
     def _say_engine_down(self) -> None:
-        """Said until a stream surely carried it:
-
-        a coordinator that missed it would count on gradient that is gone.
+        """Said once on every stream until the next life begins: a coordinator that missed it would count on gradient
+        that is gone.
         """
-        if self.stream is not None and self._engine_down is not None:
-            self.stream.up(self._engine_down)
+        stream = self.stream
+        if stream is not None and self._engine_down is not None and stream.session != self._told_on:
+            self._told_on = stream.session
+            stream.up(self._engine_down)
 
     def freeze(self) -> None:
         self.world.note(self.worker_id, "!!", "freezes")
