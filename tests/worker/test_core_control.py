@@ -132,6 +132,22 @@ def test_loading_is_tried_again_later_and_later_then_given_up() -> None:
     assert "the keeper does not answer" in stop.reason
 
 
+def test_loading_is_not_given_up_while_the_coordinator_and_its_keeper_are_away() -> None:
+    driver = Driver("me")
+    driver.hear(assignment((0, 0), {}, stages=1))
+    driver.handle(ControlLost())
+    for _ in range(3 * driver.core.timings.load_tries):
+        driver.handle(LoadFailed(1, "the keeper does not answer"))
+        began_s = driver.now_s
+        while driver.core.device.running is None:
+            driver.tick(0.25)
+        assert driver.now_s - began_s <= driver.core.timings.load_retry_most_s
+    assert not driver.core.stopped
+    driver.handle(ControlRestored())
+    driver.compute()
+    assert driver.core.loaded
+
+
 def test_a_worker_without_a_place_in_the_plan_drops_everything() -> None:
     driver = Driver("me")
     driver.ready(assignment((0, 0), {"b": (1, 1)}, stages=2))
