@@ -1,0 +1,38 @@
+"""A worker joins a job that trains: nobody stops for it, and afterwards it is a replica like the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swarms import LiveSwarm, job_text, prepared_job, starlings
+
+
+def test_a_fourth_worker_joins_three_that_train(tmp_path: Path) -> None:
+    sections = {
+        "swarm": {"min_workers": 3, "settle_s": 0.5},
+        "exchange": {"codec": "int8:128"},
+        "train": {"batch": 16, "microbatch": 2},
+    }
+    job = prepared_job(tmp_path, job_text(10**8, **sections))
+    with LiveSwarm.of(job, tmp_path) as swarm:
+        for _ in range(3):
+            swarm.join()
+        before = swarm.wait(lambda r: r.phase == "training" and r.step >= 5, 120)
+        assert len(before.workers) == 3
+        swarm.join()
+        joined = swarm.wait(
+            lambda r: [w.state for w in r.workers] == ["training"] * 4 or r.phase != "training", 90
+        )
+        assert joined.phase == "training"
+        swarm.wait(lambda r: r.step >= joined.step + 10, 60)
+        assert starlings("stop", "--job", job, cwd=tmp_path).code == 0
+        done = swarm.finish(120)
+    events = swarm.history.events
+    kinds = [event.kind for event in events]
+    assert kinds.count("joined") == 1
+    assert not {"step_restarted", "lost", "rewind", "catch_up_failed", "gathering"} & set(kinds), events
+    # Replicas whose digests differ are averaged at the end, and that is announced.
+    assert "average" not in kinds
+    assert [point.step for point in swarm.history.points] == list(range(done.step))
+    assert (done.samples_trained, done.samples_lost) == (done.step * 16, 0)
+    assert all(w.tokens > 0 for w in done.workers if w.span.first_stage == 0)
