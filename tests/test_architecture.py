@@ -174,6 +174,7 @@ PROCESSES = {
     "keeper": (("starlings_coordinator.keeper",), ("torch", "transformers", "tokenizers", "scipy")),
     "planner": (("starlings_coordinator.planner.plan",), ("torch", "transformers", "tokenizers", "grpc")),
     "supervisor": (("starlings_worker.supervisor",), ("torch", "transformers", "tokenizers", "scipy")),
+    "handover": (("starlings_worker.handover",), ("torch", "transformers", "tokenizers", "scipy", "numpy")),
     "command line": (
         ("starlings.main", "starlings.demo.run", "starlings.tether"),
         ("torch", "transformers", "tokenizers", "scipy", "numpy"),

@@ -1455,18 +1455,24 @@ class StateWanted(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    HAND_OVER_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     snapshot: _builtins.bool
     """Keep a copy of this state for the keeper to pull."""
+    hand_over: _builtins.bool
+    """Of a worker that leaves nothing else is wanted any more: it may put the copy on its disk, free its device, and let a
+    small process serve the copy until Finish.
+    """
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         snapshot: _builtins.bool = ...,
+        hand_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hand_over", b"hand_over", "snapshot", b"snapshot", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

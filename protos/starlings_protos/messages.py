@@ -364,6 +364,7 @@ class StepCommitted:
 class StateWanted:
     version: int
     snapshot: bool = False
+    hand_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)

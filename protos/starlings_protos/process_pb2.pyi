@@ -379,19 +379,228 @@ class EngineFinished(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    @_builtins.property
+    def handed_over(self) -> Global___HandedOver:
+        """It left its state behind for others to fetch."""
+
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        handed_over: Global___HandedOver | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handed_over", b"handed_over"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handed_over", b"handed_over", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineFinished: _TypeAlias = EngineFinished  # noqa: Y015
+
+@_typing.final
+class HandedOver(_message.Message):
+    """State on the disk of a worker that leaves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPORT_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    directory: _builtins.str
+    """One safetensors file per block, named after it, with parameters and optimizer state; empty when none was wanted."""
+    byte_count: _builtins.int
+    """Size of all its files."""
+    seconds: _builtins.float
+    """From the request until it was on the disk."""
+    @_builtins.property
+    def report(self) -> _control_pb2.StateReport:
+        """What the coordinator asked for; said when the state can be fetched."""
+
+    def __init__(
+        self,
+        *,
+        report: _control_pb2.StateReport | None = ...,
+        directory: _builtins.str = ...,
+        byte_count: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_count", b"byte_count", "directory", b"directory", "report", b"report", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandedOver: _TypeAlias = HandedOver  # noqa: Y015
+
+@_typing.final
+class ToHandover(_message.Message):
+    """---------------------------------------------------------------- supervisor <-> the process that serves what an engine left
+
+    Everything that a supervisor says to it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    SHUTDOWN_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start(self) -> Global___StartHandover: ...
+    @_builtins.property
+    def shutdown(self) -> Global___Shutdown: ...
+    @_builtins.property
+    def certificate(self) -> Global___RenewedCertificate: ...
+    def __init__(
+        self,
+        *,
+        start: Global___StartHandover | None = ...,
+        shutdown: Global___Shutdown | None = ...,
+        certificate: Global___RenewedCertificate | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "certificate", b"certificate", "shutdown", b"shutdown", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "certificate", b"certificate", "shutdown", b"shutdown", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start", "shutdown", "certificate"]  # noqa: Y015
+    _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
+
+Global___ToHandover: _TypeAlias = ToHandover  # noqa: Y015
+
+@_typing.final
+class StartHandover(_message.Message):
+    """First message: what to serve, as whom, to whom."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_PEM_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
+    CA_PEM_FIELD_NUMBER: _builtins.int
+    LISTEN_HOST_FIELD_NUMBER: _builtins.int
+    LISTEN_PORT_FIELD_NUMBER: _builtins.int
+    ASSIGNMENT_KEY_DER_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    WALL_TIME_S_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    key_pem: _builtins.bytes
+    """PEM, as in StartEngine."""
+    certificate_pem: _builtins.bytes
+    ca_pem: _builtins.bytes
+    listen_host: _builtins.str
+    """Where the engine listened: peers know this port."""
+    listen_port: _builtins.int
+    assignment_key_der: _builtins.bytes
+    """As in Welcome: to verify what peers show."""
+    job: _builtins.str
+    wall_time_s: _builtins.float
+    """The coordinator's wall clock now, seconds since 1970."""
+    directory: _builtins.str
+    """As in HandedOver."""
+    version: _builtins.int
+    def __init__(
+        self,
+        *,
+        key_pem: _builtins.bytes = ...,
+        certificate_pem: _builtins.bytes = ...,
+        ca_pem: _builtins.bytes = ...,
+        listen_host: _builtins.str = ...,
+        listen_port: _builtins.int = ...,
+        assignment_key_der: _builtins.bytes = ...,
+        job: _builtins.str = ...,
+        wall_time_s: _builtins.float = ...,
+        directory: _builtins.str = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_key_der", b"assignment_key_der", "ca_pem", b"ca_pem", "certificate_pem", b"certificate_pem", "directory", b"directory", "job", b"job", "key_pem", b"key_pem", "listen_host", b"listen_host", "listen_port", b"listen_port", "version", b"version", "wall_time_s", b"wall_time_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartHandover: _TypeAlias = StartHandover  # noqa: Y015
+
+@_typing.final
+class FromHandover(_message.Message):
+    """Everything that it says."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVING_FIELD_NUMBER: _builtins.int
+    FETCHED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def serving(self) -> Global___Serving:
+        """The port is open."""
+
+    @_builtins.property
+    def fetched(self) -> Global___Fetched: ...
+    @_builtins.property
+    def failed(self) -> Global___EngineFailed:
+        """The last words."""
+
+    def __init__(
+        self,
+        *,
+        serving: Global___Serving | None = ...,
+        fetched: Global___Fetched | None = ...,
+        failed: Global___EngineFailed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "failed", b"failed", "fetched", b"fetched", "serving", b"serving"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "failed", b"failed", "fetched", b"fetched", "serving", b"serving"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["serving", "fetched", "failed"]  # noqa: Y015
+    _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
+
+Global___FromHandover: _TypeAlias = FromHandover  # noqa: Y015
+
+@_typing.final
+class Serving(_message.Message):
+    """The port is open."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PORT_FIELD_NUMBER: _builtins.int
+    port: _builtins.int
+    """The one that was asked for."""
+    def __init__(
+        self,
+        *,
+        port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Serving: _TypeAlias = Serving  # noqa: Y015
+
+@_typing.final
+class Fetched(_message.Message):
+    """A block has been fetched whole."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_FIELD_NUMBER: _builtins.int
+    block: _builtins.str
+    def __init__(
+        self,
+        *,
+        block: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fetched: _TypeAlias = Fetched  # noqa: Y015
 
 @_typing.final
 class ToPlanner(_message.Message):

@@ -7,11 +7,13 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import assert_never
 
 import torch
 
 from starlings_compression.codec import make_codec
+from starlings_job.errors import JobError
 from starlings_job.model import Batch, build_stage, decode_prompt, decode_records, loss_sum
 from starlings_job.spec import JobSpec
 from starlings_protos.messages import LeaseKind, MicrobatchKey, WorkerId
@@ -53,6 +55,7 @@ from starlings_worker.errors import EngineFault
 from starlings_worker.exchange import ExchangeBuffers, RefusedPart
 from starlings_worker.history import PREFIX, History, Part
 from starlings_worker.kept import Encoded, Kept, Microbatches
+from starlings_worker.left_behind import LeftBehind, leave_behind
 from starlings_worker.meters import Meters
 from starlings_worker.optimizer import AdamW, Optimizer, Sgd
 from starlings_worker.runs import Run, Runner
@@ -81,8 +84,15 @@ class Computer:
     """The device's side of one engine life: weights, graphs, exchange buffers, snapshots."""
 
     def __init__(
-        self, worker_id: WorkerId, job: JobSpec, device: Device, throttle: Throttle, meters: Meters
+        self,
+        worker_id: WorkerId,
+        job: JobSpec,
+        device: Device,
+        throttle: Throttle,
+        meters: Meters,
+        cache: Path | None = None,
     ) -> None:
+        """`cache`: a directory for what a worker leaves behind; None: it leaves nothing."""
         self._worker_id = worker_id
         self._job = job
         self._dataset = job.dataset
@@ -97,6 +107,8 @@ class Computer:
         self.held: HeldSpan | None = None
         self.exchange: ExchangeBuffers | None = None
         self._runner: Runner | None = None
+        self._cache = cache
+        self.left_behind: LeftBehind | None = None
 
     # ---------------------------------------------------------------- the span
 
@@ -159,6 +171,8 @@ class Computer:
                 self._buffers().adopt()
                 return self._digest(effect.version, effect.snapshot)
             case DigestState():
+                if effect.hand_over and (left := self._leave_behind(effect)) is not None:
+                    return left
                 return self._digest(effect.version, effect.snapshot)
             case Load() | ReplayStep():
                 raise AssertionError("mostly waiting for donors: the loader's and the replayer's")
@@ -326,6 +340,19 @@ class Computer:
         if block.startswith(PREFIX):
             return self.history.serve(version, block.removeprefix(PREFIX))
         return self.snapshots.serve(version, block, optimizer=optimizer)
+
+    def _leave_behind(self, effect: DigestState) -> Event | None:
+        """State to the disk; None when the disk does not take it: then it stays in memory, and so does this engine."""
+        held = self._span()
+        if held.version != effect.version or self._cache is None:
+            return None
+        blocks = {block: held.block_state(block) for block in held.blocks} if effect.snapshot else {}
+        try:
+            self.left_behind = leave_behind(self._cache, held.version, blocks)
+        except (OSError, JobError):
+            traceback.print_exc()
+            return None
+        return StateDigested(held.version, self.left_behind.digests or held.block_digests(), True)
 
     def _digest(self, version: int, snapshot: bool) -> Event:
         held = self._span()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from starlings_protos import control_pb2, process_pb2
+from starlings_protos.assignments import CoordinatorClock
 from starlings_protos.identity import Identity
 from starlings_protos.invite import Invite
 from starlings_protos.messages import EngineDown, Hello, Leaving, WorkerId
@@ -30,6 +31,7 @@ from starlings_worker.engine_child import EngineChild, EngineEnd
 from starlings_worker.engine_keeper import EngineKeeper, EnginePlace, start_settings
 from starlings_worker.enrol import Enrolled, ensure_membership, keep_renewed
 from starlings_worker.errors import ExitCode, WorkerError
+from starlings_worker.handing_over import HandingOver
 from starlings_worker.lock import lock_directory
 from starlings_worker.membership import Membership
 from starlings_worker.narrator import Narrator
@@ -87,6 +89,10 @@ class DeviceWorker:
         # Somebody wanted it to end at once.
         self.abandoned = False
         self._finish: control_pb2.Finish | None = None
+        # The coordinator's clock, as of its last Welcome.
+        self._clock = CoordinatorClock(0.0)
+        # The engine is gone, and what it left behind is served.
+        self._handing_over: HandingOver | None = None
         self._side_tasks: set[asyncio.Task[None]] = set()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -129,6 +135,8 @@ class DeviceWorker:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._handing_over is not None:
+                await self._handing_over.end()
             self._desk.end(INTERRUPTED if self.abandoned else exit_code)
             lock.release()
 
@@ -228,6 +236,9 @@ class DeviceWorker:
 
     def _end_well(self, reason: str) -> None:
         if not self._over.done():
+            if self._handing_over is not None:
+                account = self._handing_over.account(released=self._finish is not None)
+                reason = f"{reason}; {account}" if account else reason
             self._narrator.tell(
                 "left" if self._finish is None or not self._finish.done else "finished", reason
             )
@@ -244,7 +255,9 @@ class DeviceWorker:
         end = await self._keeper.run(
             self._engine_crashed, lambda: self._leaving is None and self._finish is None
         )
-        if end.finished:
+        if end.handed_over is not None and self._leaving is not None:
+            await self._hand_over(end.handed_over)
+        elif end.finished:
             self._end_well(end.reason)
         elif self._leaving is not None:
             self._end_well(f"{self._leaving}; {_last_line(end.reason)}")
@@ -254,6 +267,47 @@ class DeviceWorker:
             if self._stream is not None:
                 await self._stream.flush(LAST_WORDS_WITHIN_S)
             self._end_badly(WorkerError(end.exit_code, _last_line(end.reason)))
+
+    async def _hand_over(self, left: process_pb2.HandedOver) -> None:
+        """The device is free. What the engine left is served until Finish comes or the time is up."""
+        assert self._keeper is not None
+        assert self._keeper.known is not None
+        identity, welcome = self._identity(), self._welcome
+        self._handing_over = HandingOver(left, self._directory / "engine.log")
+        self._narrator.tell(
+            "handing_over",
+            f"The device is free; {left.byte_count / 1e9:.2f} GB of state went to the disk in {left.seconds:.1f} s "
+            "and are handed over from there.",
+            {"version": left.report.version, "bytes": left.byte_count, "seconds": left.seconds},
+        )
+        failure = await self._handing_over.start(
+            process_pb2.StartHandover(
+                key_pem=identity.key_pem,
+                certificate_pem=identity.certificate_pem,
+                ca_pem=identity.ca_pem,
+                listen_host=self._options.listen_host,
+                listen_port=int(self._keeper.known.addresses[0].rpartition(":")[2]),
+                assignment_key_der=welcome.assignment_key_der if welcome is not None else b"",
+                job=self._membership.job if self._membership is not None else "",
+                wall_time_s=self._clock.wall_s(time.monotonic()),
+            )
+        )
+        if failure:
+            self._narrator.tell("log", f"The state cannot be handed over: {failure}", {"level": "warning"})
+        self._report_left_state()
+
+    def _report_left_state(self) -> None:
+        """The engine's last report: only now can be fetched what it names."""
+        if self._handing_over is not None and self._stream is not None:
+            self._stream.send(control_pb2.ToCoordinator(state_report=self._handing_over.left.report))
+
+    def _heard_after_the_engine(self, kind: str | None) -> None:
+        """A message for the engine that has left."""
+        if kind == "state_wanted":
+            self._report_left_state()
+        elif kind in ("assignment", "exchange_opened", "step_committed") and self._stream is not None:
+            # The plan still counts on this worker: it must not wait for it.
+            self._stream.say(EngineDown("its device is free already, because it leaves", False))
 
     def _engine_crashed(self, end: EngineEnd, restarting: bool) -> None:
         text = _last_line(end.reason)
@@ -338,9 +392,12 @@ class DeviceWorker:
             await self._engine.pass_on(message)
         elif kind == "finish":
             self._finished_without_engine()
+        elif self._handing_over is not None:
+            self._heard_after_the_engine(kind)
 
     async def _welcomed(self, welcome: control_pb2.Welcome) -> None:
         self._job_digest = welcome.job_digest
+        self._clock = CoordinatorClock.learnt(welcome.wall_time_s, time.monotonic())
         if welcome.heartbeat_interval_s > 0:
             self._heartbeat_interval_s = welcome.heartbeat_interval_s
         if self._welcome is None:
@@ -356,6 +413,10 @@ class DeviceWorker:
             self._untold_end = None
             return
         self._welcome = welcome
+        if self._handing_over is not None and self._leaving is not None and self._stream is not None:
+            self._stream.say(Leaving(self._leaving, self._options.drain_s))
+            self._report_left_state()
+            return
         await self._pass_welcome()
 
     async def _pass_welcome(self) -> None:

@@ -43,6 +43,8 @@ class EngineEnd:
     reason: str
     # Whether another engine may fare better.
     restart_may_cure: bool
+    # What it left on the disk for others to fetch.
+    handed_over: process_pb2.HandedOver | None = None
 
 
 class EngineChild:
@@ -56,7 +58,7 @@ class EngineChild:
         self._log_path = log_path
         self._process: asyncio.subprocess.Process | None = None
         self._failed: process_pb2.EngineFailed | None = None
-        self._finished: str | None = None
+        self._finished: process_pb2.EngineFinished | None = None
         self._memory_kills_before = -1
         # The most memory that the process was seen to use.
         self._peak_bytes = 0
@@ -123,7 +125,7 @@ class EngineChild:
                     case "failed":
                         self._failed = message.failed
                     case "finished":
-                        self._finished = message.finished.reason
+                        self._finished = message.finished
                     case _:
                         self._on_message(message)
         except pipes.PipeError as error:
@@ -172,7 +174,8 @@ class EngineChild:
 
     def _verdict(self, status: int) -> EngineEnd:
         if self._finished is not None:
-            return EngineEnd(True, 0, self._finished, False)
+            left = self._finished.handed_over if self._finished.HasField("handed_over") else None
+            return EngineEnd(True, 0, self._finished.reason, False, left)
         if self._failed is not None:
             code = int(self._failed.exit_code) or int(ExitCode.BUG)
             return EngineEnd(False, code, self._failed.message, code == ExitCode.BUG)

@@ -13,6 +13,7 @@ import secrets
 import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
+from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
 from starlings_job.profile import Profile
@@ -97,6 +98,7 @@ class Life:
         log: Callable[[str, str], None],
         on_stop: Callable[[Stop], None],
         on_bug: Callable[[str], None],
+        cache: Path | None = None,
     ) -> None:
         """`say` puts a message on the control stream and returns its bytes; `on_bug` ends the process.
 
@@ -118,7 +120,7 @@ class Life:
         self._loop = asyncio.get_running_loop()
         self._rng = random.Random(secrets.randbits(64))
         self.core = WorkerCore(worker_id)
-        self.computer = Computer(worker_id, self.job, device, throttle, meters)
+        self.computer = Computer(worker_id, self.job, device, throttle, meters, cache)
         self._donors = Donors(links)
         self._loader = Loader(self.computer, self._donors, self.profile, self.on_device, log)
         self._replayer = Replayer(self.computer, self._donors, self.on_device, log)

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import BinaryIO
 
 import grpc.aio
@@ -17,7 +18,7 @@ import torch
 
 from starlings_job.errors import JobError
 from starlings_job.profile import ProfileError
-from starlings_protos import channels, convert, data_pb2_grpc, messages, process_pb2
+from starlings_protos import channels, control_pb2, convert, data_pb2_grpc, messages, process_pb2
 from starlings_protos.assignments import CoordinatorClock
 from starlings_protos.errors import StarlingsError
 from starlings_protos.identity import Identity
@@ -185,6 +186,7 @@ class EngineProcess:
                 self._pipe.log,
                 self._stopped,
                 lambda text: self._fail(ExitCode.BUG, text),
+                Path(self._start.cache_directory) if self._start.cache_directory else None,
             )
             self._service.serve(self._life, clock)
         if welcome.probe_now and self._probing is None:
@@ -213,13 +215,25 @@ class EngineProcess:
 
     def _stopped(self, stop: Stop) -> None:
         if stop.done or stop.drained:
-            self._finish(stop.reason)
+            self._finish(stop.reason, self._handed_over(stop))
         else:
             self._fail(ExitCode.BUG, stop.reason)
 
-    def _finish(self, reason: str) -> None:
+    def _handed_over(self, stop: Stop) -> process_pb2.HandedOver | None:
+        left = self._life.computer.left_behind if self._life is not None else None
+        if stop.handed_over is None or left is None:
+            return None
+        return process_pb2.HandedOver(
+            report=convert.to_proto(stop.handed_over, control_pb2.StateReport()),  # type: ignore[arg-type]
+            directory=str(left.directory or ""),
+            byte_count=left.byte_count,
+            seconds=left.seconds,
+        )
+
+    def _finish(self, reason: str, handed_over: process_pb2.HandedOver | None = None) -> None:
         if not self._ended.is_set():
-            self._pipe.send(process_pb2.FromEngine(finished=process_pb2.EngineFinished(reason=reason)))
+            finished = process_pb2.EngineFinished(reason=reason, handed_over=handed_over)
+            self._pipe.send(process_pb2.FromEngine(finished=finished))
             self._ended.set()
 
     def _fail(self, exit_code: int, message: str) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from starlings_compression.errors import CodecError
 from starlings_protos import convert, data_pb2, data_pb2_grpc, frames
-from starlings_protos.assignments import CoordinatorClock, assignment_from_metadata, verify_assignment
+from starlings_protos.assignments import CoordinatorClock
 from starlings_protos.errors import RefusedError, abort
 from starlings_protos.frames import FrameError
 from starlings_protos.messages import (
@@ -28,8 +28,8 @@ from starlings_protos.messages import (
     Refusal,
     WorkerId,
 )
-from starlings_protos.peers import peer_identity
 from starlings_worker import wire
+from starlings_worker.callers import Callers
 from starlings_worker.core.admission import Admission, Duplicate, Rejection
 from starlings_worker.core.events import (
     ArrivalAborted,
@@ -64,15 +64,13 @@ class DataService(data_pb2_grpc.DataServicer):
         self._life: Life | None = None
         self._clock = CoordinatorClock(0.0)
         self._in_flight: Counter[WorkerId] = Counter()
-        # The newest incarnation of each worker that showed itself or was named by a plan: older ones are
-        # fenced.
-        self._incarnations: dict[WorkerId, int] = {}
+        self._callers = Callers()
 
     def serve(self, life: Life, clock: CoordinatorClock) -> None:
         """A new life: what was known of peers is forgotten."""
         self._life = life
         self._clock = clock
-        self._incarnations.clear()
+        self._callers = Callers()
 
     def _pushing(self) -> bool:
         return self._life is not None and self._life.links.pushes > 0
@@ -185,23 +183,13 @@ class DataService(data_pb2_grpc.DataServicer):
         life = self._life
         if life is None or life.closed:
             raise RefusedError(Refusal.NOT_HELD, "this worker has not been welcomed by the coordinator yet")
-        peer = peer_identity(context)
-        metadata = [(str(key), value) for key, value in context.invocation_metadata() or ()]
-        claim = verify_assignment(
-            life.welcome.assignment_key_der,
-            assignment_from_metadata(metadata),
-            worker_id=peer.id,
+        worker_id = self._callers.check(
+            context,
+            assignment_key_der=life.welcome.assignment_key_der,
             job=life.job.job.name,
             now_wall_s=self._clock.wall_s(life.now_s),
+            named_by_plan=life.links.incarnation_of,
         )
-        worker_id = WorkerId(peer.id)
-        newest = max(self._incarnations.get(worker_id, 0), life.links.incarnation_of(worker_id))
-        if claim.incarnation < newest:
-            raise RefusedError(
-                Refusal.ASSIGNMENT,
-                f"{worker_id} lives its life {newest}; this assignment is of {claim.incarnation}",
-            )
-        self._incarnations[worker_id] = claim.incarnation
         return life, worker_id
 
     def _limit_bytes(self, life: Life) -> int:

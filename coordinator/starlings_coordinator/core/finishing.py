@@ -167,8 +167,12 @@ class Finishing:
             self._release_last()
             return
         self._reports.clear()
+        last = self._last_holders()
         for holder in core.holders:
-            core.desk.send(holder, StateWanted(version, holder.worker_id in self.donors()))
+            # A last holder is wanted for nothing but its state.
+            core.desk.send(
+                holder, StateWanted(version, holder.worker_id in self.donors(), hand_over=holder in last)
+            )
 
     def _release_last(self) -> None:
         self._hold_version = -1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import assert_never
 
 from starlings_protos.messages import (
@@ -27,6 +28,7 @@ from starlings_protos.messages import (
     Refused,
     Retain,
     Standby,
+    StateReport,
     StateWanted,
     StepCommitted,
     StepRestarted,
@@ -296,9 +298,19 @@ class WorkerCore:
             case StepApplied():
                 self.training.applied(event, self.placement.plan_version, now_s)
             case StateDigested():
-                self.training.state_digested(event)
+                report = self.training.state_digested(event)
+                if report is not None:
+                    self._state_reported(report, left_behind=event.left_behind)
             case _:
                 assert_never(event)
+
+    def _state_reported(self, report: StateReport, *, left_behind: bool) -> None:
+        """To the coordinator; or, when that is all it wants of a worker that leaves, by whoever serves the copy."""
+        if left_behind and self._leaving is not None:
+            reason = f"{self._leaving[0]}; the device is free, and the state stays to be fetched"
+            self._stop(Stop(False, reason, drained=True, handed_over=report))
+        else:
+            self.outbox.say(report)
 
     def _control(self, message: ToWorker, now_s: float) -> None:
         match message:
@@ -326,7 +338,8 @@ class WorkerCore:
             case StepCommitted():
                 self.training.committed(message)
             case StateWanted():
-                self.training.state_wanted(message)
+                hand_over = message.hand_over and self.draining
+                self.training.state_wanted(replace(message, hand_over=hand_over))
             case AssignmentRenewed() | Welcome() | HeartbeatAck():
                 pass  # The shell's business.
             case _:

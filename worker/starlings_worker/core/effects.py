@@ -20,6 +20,7 @@ from starlings_protos.messages import (
     ExchangePurpose,
     MicrobatchHeader,
     MicrobatchKey,
+    StateReport,
     ToCoordinator,
     WorkerId,
 )
@@ -235,11 +236,13 @@ class AdoptState:
 class DigestState:
     """Device effect.
 
-    -> StateDigested. SHA-256 of each block's state at `version`; keep a copy for the keeper when `snapshot`.
+    -> StateDigested. SHA-256 of each block's state at `version`; keep a copy for the keeper when `snapshot`: with
+    `hand_over` on the disk, for a process that outlives this one.
     """
 
     version: int
     snapshot: bool
+    hand_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,12 +250,14 @@ class Stop:
     """Nothing more to do for this worker; no effect follows. `done`: the job ended well. Otherwise `reason`
     says why.
 
-    `drained`: the worker asked to leave (or had to) and may go now; that is a success too.
+    `drained`: the worker asked to leave (or had to) and may go now; that is a success too. `handed_over`: it leaves the
+    state that was written by DigestState behind; the report is for whoever serves that to send.
     """
 
     done: bool
     reason: str
     drained: bool = False
+    handed_over: StateReport | None = None
 
 
 DeviceEffect = (

@@ -251,10 +251,11 @@ class ReplayFailed:
 
 @dataclass(frozen=True, slots=True)
 class StateDigested:
-    """Outcome of DigestState or AdoptState."""
+    """Outcome of DigestState or AdoptState. `left_behind`: as was asked for by `hand_over`, the copy is on the disk."""
 
     version: int
     block_digests: Mapping[str, str]
+    left_behind: bool = False
 
 
 @dataclass(frozen=True, slots=True)

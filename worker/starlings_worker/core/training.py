@@ -194,7 +194,7 @@ class Training:
         wanted = self.wanted
         if wanted is None or wanted.version != self.version or self.commit is not None:
             return
-        effect = DigestState(wanted.version, wanted.snapshot)
+        effect = DigestState(wanted.version, wanted.snapshot, wanted.hand_over)
         if effect in self._device.waiting and self._digest_attempts[-1] == self.epoch[1]:
             return  # Asked for again before the device came to it.
         self._digest_attempts.append(self.epoch[1])
@@ -283,10 +283,12 @@ class Training:
             self.opened(message, plan_version, now_s)
         self._digest_if_possible()
 
-    def state_digested(self, event: StateDigested) -> None:
+    def state_digested(self, event: StateDigested) -> StateReport | None:
+        """What to report, if it is still wanted."""
         attempt = self._digest_attempts.popleft()
         if self.wanted is not None and self.wanted.version == event.version == self.version:
-            self._outbox.say(StateReport(event.version, event.block_digests, attempt))
+            return StateReport(event.version, event.block_digests, attempt)
+        return None
 
     def _apply_if_possible(self) -> None:
         matching = self.round
