@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from swarms import LiveSwarm, job_text, prepared_job, starlings
 
 
+@pytest.mark.slow
 def test_a_fourth_worker_joins_three_that_train(tmp_path: Path) -> None:
     sections = {
         "swarm": {"min_workers": 3, "settle_s": 0.5},
