@@ -22,6 +22,7 @@ from starlings_coordinator.clock import SystemClock
 from starlings_coordinator.core.events import Booted
 from starlings_coordinator.enrolment import EnrolmentAuthority
 from starlings_coordinator.journal import Journal
+from starlings_coordinator.last_used import forget_use, note_use, refuse_copy
 from starlings_coordinator.logs import log_to
 from starlings_coordinator.options import (
     CoordinatorOptions,
@@ -62,6 +63,9 @@ async def serve(options: CoordinatorOptions, observer: Observer, notifier: Notif
     async with AsyncExitStack() as stack:
         job = Job.load(options)
         stack.callback(job.records.close)
+        if assumed := await refuse_copy(options.directory, job.spec.job.name):
+            logger.warning("%s", assumed)
+            observer("announce", {"kind": "moved", "text": assumed})
         journal = Journal(open_store(options, job.spec), clock)
         stack.push_async_callback(journal.close)
         loop = asyncio.get_running_loop()
@@ -78,6 +82,8 @@ async def serve(options: CoordinatorOptions, observer: Observer, notifier: Notif
         core = await restore_core(job, journal, signer_key)
         parts = Coordinator(options, observer, job, core, journal, authority, clock)
         endpoints = parts.open_ports()
+        note_use(options.directory, endpoints.control)
+        stack.callback(forget_use, options.directory)
         interrupted = stack.enter_context(_signals())
         async with _running(parts):
             parts.loop.post_soon(Booted())
