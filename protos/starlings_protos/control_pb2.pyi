@@ -1665,6 +1665,8 @@ class StatusReply(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     DROPPED_MESSAGES_FIELD_NUMBER: _builtins.int
     CHECKPOINT_TROUBLE_FIELD_NUMBER: _builtins.int
+    STEP_MICROBATCHES_FIELD_NUMBER: _builtins.int
+    STEP_MICROBATCHES_DONE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """The job's name."""
     phase: _builtins.str
@@ -1706,6 +1708,9 @@ class StatusReply(_message.Message):
     """Messages from streams, lives and attempts that were over: dropped, and nothing came of them."""
     checkpoint_trouble: _builtins.str
     """Why checkpoints cannot be saved at the moment, with the fix; empty while they can. Training goes on."""
+    step_microbatches: _builtins.int
+    """Microbatches of the present step, and how many of them have gone forward and back; all of them: the step is exchanged."""
+    step_microbatches_done: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """Every worker that has joined, lost ones too."""
@@ -1750,10 +1755,12 @@ class StatusReply(_message.Message):
         failure: _builtins.str = ...,
         dropped_messages: _builtins.int = ...,
         checkpoint_trouble: _builtins.str = ...,
+        step_microbatches: _builtins.int = ...,
+        step_microbatches_done: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "checkpoint_trouble", b"checkpoint_trouble", "dropped_messages", b"dropped_messages", "elapsed_s", b"elapsed_s", "events", b"events", "failure", b"failure", "has_validation_loss", b"has_validation_loss", "job", b"job", "loss", b"loss", "loss_curve", b"loss_curve", "phase", b"phase", "plan_version", b"plan_version", "sample_text", b"sample_text", "samples_leased", b"samples_leased", "samples_lost", b"samples_lost", "samples_trained", b"samples_trained", "stages", b"stages", "step", b"step", "steps_total", b"steps_total", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "validation_loss", b"validation_loss", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "checkpoint_trouble", b"checkpoint_trouble", "dropped_messages", b"dropped_messages", "elapsed_s", b"elapsed_s", "events", b"events", "failure", b"failure", "has_validation_loss", b"has_validation_loss", "job", b"job", "loss", b"loss", "loss_curve", b"loss_curve", "phase", b"phase", "plan_version", b"plan_version", "sample_text", b"sample_text", "samples_leased", b"samples_leased", "samples_lost", b"samples_lost", "samples_trained", b"samples_trained", "stages", b"stages", "step", b"step", "step_microbatches", b"step_microbatches", "step_microbatches_done", b"step_microbatches_done", "steps_total", b"steps_total", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "validation_loss", b"validation_loss", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -67,5 +67,7 @@ class StatusReply:
     elapsed_s: float
     failure: str
     dropped_messages: int
+    step_microbatches: int = 0
+    step_microbatches_done: int = 0
     # The shell decodes it from the generated tokens: the pure core leaves it empty.
     sample_text: str = ""

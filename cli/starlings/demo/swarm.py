@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +26,9 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    # How it was started; the invite among it.
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     # It was killed on purpose: how it ended is no failure.
     expendable: bool = False
 
@@ -61,11 +64,11 @@ class Swarm:
         self, name: str, arguments: Sequence[str], environment: Mapping[str, str], *, read: bool
     ) -> Child:
         log = self._logs / f"{name.replace(' ', '-')}.log"
-        with log.open("wb") as file:
+        with log.open("ab") as file:
             process = children.spawn(
                 "starlings.tether", arguments, log=file, environment=environment, read_output=read
             )
-        return Child(name, process, log)
+        return Child(name, process, log, tuple(arguments), dict(environment))
 
     def start_coordinator(self, arguments: Sequence[str], *, within_s: float = 60.0) -> str:
         """Runs `starlings coordinator ARGUMENTS --json` and returns the invite that it prints.
@@ -115,6 +118,11 @@ class Swarm:
         )
         self.workers.append(child)
         return child
+
+    def start_again(self, child: Child) -> None:
+        """A worker that has ended, once more in the same directory."""
+        again = self._start(child.name, child.arguments, child.environment, read=False)
+        child.process, child.expendable = again.process, False
 
     def all(self) -> list[Child]:
         return ([self.coordinator] if self.coordinator else []) + self.workers

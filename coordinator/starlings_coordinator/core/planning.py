@@ -449,7 +449,9 @@ class Planning:
                 loads=False,
             )
         )
-        core.desk.announce("plan", f"plan {state.plan_version}: step {state.step} begins again: {reason}")
+        exchanging = core.ledger is not None and core.ledger.opened_at_s is not None
+        where = f"step {state.step} begins again{' (it was being exchanged)' if exchanging else ''}"
+        core.desk.announce("plan", f"plan {state.plan_version}: {where}: {reason}")
         for holder in core.holders:
             core.desk.send(holder, self.assignment(holder, state.spans[holder.worker_id]))
             core.desk.send(holder, StepRestarted(state.step, state.attempt, reason))

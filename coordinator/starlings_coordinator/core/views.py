@@ -101,4 +101,6 @@ def status(core: Core, now_s: float) -> StatusReply:
         checkpoint_trouble=core.finishing.pace.trouble,
         failure=state.finished.reason if state.finished is not None and not state.finished.done else "",
         dropped_messages=core.dropped_messages,
+        step_microbatches=core.ledger.count if core.ledger is not None else 0,
+        step_microbatches_done=len(core.ledger.done) if core.ledger is not None else 0,
     )

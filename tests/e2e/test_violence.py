@@ -1,0 +1,141 @@
+"""Workers of a real swarm are killed and frozen at random, and come back: no sample is lost, no loss differs.
+
+The devices are emulated slow ones, which sleep: so steps last long enough to be hit, and engines can share two cores.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from starlings.demo.kill import child_of, choose_victim, kill_at_once
+from starlings.demo.swarm import Child
+from starlings_job.reference import train_reference
+from starlings_protos import control_pb2
+from swarms import LiveSwarm, job_text, prepared_job
+
+pytestmark = pytest.mark.slow
+
+STEPS, BATCH, LENGTH = 4000, 16, 32
+KILLS = 10
+SLOW = ("--emulate", "gtx1080ti", "--precision", "fp32")
+
+
+@contextmanager
+def slow_swarm(folder: Path, *memories: str) -> Iterator[LiveSwarm]:
+    """A swarm in training, a worker for each memory cap; exact codecs and SGD, so that losses can be compared."""
+    job = prepared_job(
+        folder,
+        job_text(
+            STEPS * BATCH * LENGTH,
+            data={"sequence_length": LENGTH},
+            train={"batch": BATCH, "microbatch": 1, "optimizer": "sgd", "lr": 0.1, "clip": 0.5},
+            pipeline={"codec": "exact"},
+            exchange={"codec": "exact"},
+            swarm={"min_workers": len(memories), "settle_s": 0.5},
+        ),
+    )
+    with LiveSwarm.of(job, folder) as swarm:
+        for memory in memories:
+            swarm.join(*SLOW, "--memory", memory)
+        swarm.wait(lambda r: r.phase == "training" and r.step >= 2, 180)
+        yield swarm
+
+
+def states(reply: control_pb2.StatusReply) -> dict[str, str]:
+    return {worker.worker_id: worker.state for worker in reply.workers}
+
+
+def is_back(reply: control_pb2.StatusReply, worker_id: str, count: int) -> bool:
+    """`worker_id` holds a span again, like all others."""
+    known = states(reply)
+    return known.get(worker_id) == "training" and list(known.values()).count("training") == count
+
+
+def events_of(swarm: LiveSwarm, kind: str, worker_id: str) -> int:
+    return sum(event.kind == kind and worker_id in event.text for event in swarm.history.events)
+
+
+def check_losses(swarm: LiveSwarm) -> None:
+    """Each loss is that of a plain loop over the same samples."""
+    losses = [point.loss for point in swarm.history.points]
+    assert [point.step for point in swarm.history.points] == list(range(len(losses)))
+    reference = train_reference(swarm.job, len(losses))
+    for step, (ours, theirs) in enumerate(zip(losses, reference.losses, strict=True)):
+        assert abs(ours - theirs) / theirs < 1e-4, f"loss of step {step}: {ours} against {theirs}"
+
+
+def test_ten_kills_at_random_points(tmp_path: Path) -> None:
+    seed = int(os.environ.get("STARLINGS_TEST_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
+    print(f"replay with STARLINGS_TEST_SEED={seed}")
+    rng = random.Random(seed)
+    with slow_swarm(tmp_path, "1GB", "1GB", "1GB") as swarm:
+        for _ in range(KILLS):
+            reply = swarm.wait(lambda r: r.phase == "training", 30)
+            victim = choose_victim(reply.workers)
+            assert victim is not None, states(reply)
+            others = [w.worker_id for w in reply.workers if w.state == "training" and w.worker_id != victim]
+            victim = rng.choice([victim, *others])
+            child = child_of(swarm.swarm, victim)
+            time.sleep(
+                rng.uniform(0.0, 1.5)
+            )  # The point of the step at which it dies, not a wait for anything.
+            lost, joined = events_of(swarm, "lost", victim), events_of(swarm, "joined", victim)
+            child.expendable = True
+            kill_at_once(child.process)
+            child.process.wait(10)
+            swarm.wait(lambda r, v=victim: states(r).get(v) != "training", 10)
+            at = swarm.wait(lambda r: r.phase == "training", 10).step
+            swarm.wait(lambda r, at=at: r.step > at, 60)
+            swarm.swarm.start_again(child)
+            swarm.wait(lambda r, v=victim: is_back(r, v, 3), 120)
+            assert events_of(swarm, "lost", victim) == lost + 1, "one kill is one loss"
+            assert events_of(swarm, "joined", victim) == joined + 1, "and one resync"
+        reply = swarm.wait(lambda r: True, 10)
+        assert reply.samples_lost == 0
+        assert not [event.text for event in swarm.history.events if event.kind == "rewind"]
+        check_losses(swarm)
+
+
+@pytest.mark.parametrize("frozen_s", [5, 20, 60])
+def test_a_frozen_worker_is_fenced_and_resyncs(tmp_path: Path, frozen_s: int) -> None:
+    with slow_swarm(tmp_path, "1GB", "1GB", "1GB") as swarm:
+        reply = swarm.wait(lambda r: r.phase == "training", 30)
+        victim = choose_victim(reply.workers)
+        assert victim is not None
+        child = child_of(swarm.swarm, victim)
+        step = reply.step
+        freeze(child)
+        frozen_at_s = time.monotonic()
+        try:
+            # The others go on: at the latest when the silence has become a loss.
+            if frozen_s >= 20:
+                swarm.wait(lambda r: r.step >= step + 5, frozen_s)
+                dropped = swarm.wait(lambda r, v=victim: v not in states(r), 1)
+                assert dropped.phase == "training"
+            time.sleep(max(0.0, frozen_at_s + frozen_s - time.monotonic()))
+        finally:
+            thaw(child)
+        swarm.wait(lambda r, v=victim: is_back(r, v, 3), 120)
+        at = swarm.wait(lambda r: True, 10).step
+        swarm.wait(lambda r, at=at: r.step >= at + 5, 60)
+        lost, joined = events_of(swarm, "lost", victim), events_of(swarm, "joined", victim)
+        assert lost == joined <= 1, "one freeze is one loss at most, and as many resyncs"
+        assert lost == 1 or frozen_s < 20
+        assert swarm.wait(lambda r: True, 10).samples_lost == 0
+        check_losses(swarm)
+
+
+def freeze(child: Child) -> None:
+    os.killpg(child.process.pid, signal.SIGSTOP)
+
+
+def thaw(child: Child) -> None:
+    os.killpg(child.process.pid, signal.SIGCONT)
