@@ -153,7 +153,7 @@ async def strike(case: Case, watcher: Watcher, swarm: Swarm, job: Path, rng: ran
     begin = await watcher.until(lambda r: r.phase == "training" and all_train(r))
     await watcher.until(lambda r: r.step >= begin.step + 3)
     points = watcher.history.points
-    step_s = statistics.median(b.at_s - a.at_s for a, b in zip(points[-4:-1], points[-3:], strict=True))
+    step_s = statistics.median(b.at_s - a.at_s for a, b in pairwise(points[-4:]))
     if case.in_exchange:
         reply = await watcher.until(
             lambda r: 0 < r.step_microbatches == r.step_microbatches_done and r.phase == "training"

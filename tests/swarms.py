@@ -106,12 +106,13 @@ class LiveSwarm:
 
     job: Path
     swarm: Swarm
+    host: str = "127.0.0.1"
     invite: str = ""
     history: History = field(default_factory=History)
 
     @classmethod
-    def of(cls, job: Path, folder: Path) -> LiveSwarm:
-        return cls(job, Swarm(folder / "swarm"))
+    def of(cls, job: Path, folder: Path, host: str = "127.0.0.1") -> LiveSwarm:
+        return cls(job, Swarm(folder / "swarm"), host)
 
     def __enter__(self) -> LiveSwarm:
         self.swarm.__enter__()
@@ -124,7 +125,17 @@ class LiveSwarm:
 
     def start_coordinator(self) -> None:
         self.invite = self.swarm.start_coordinator(
-            [str(self.job), "--listen", "127.0.0.1", "--port", "0", "--enrolment-port", "0"]
+            [
+                str(self.job),
+                "--listen",
+                self.host,
+                "--host",
+                self.host,
+                "--port",
+                "0",
+                "--enrolment-port",
+                "0",
+            ]
         )
 
     def kill_coordinator(self) -> None:
@@ -137,9 +148,17 @@ class LiveSwarm:
     def __exit__(self, *error: Any) -> None:
         self.swarm.close()
 
-    def join(self, *arguments: str, environment: Mapping[str, str] | None = None) -> Child:
-        options = ["--devices", "cpu", "--threads", "1", *LOCAL, *arguments]
-        return self.swarm.start_worker(self.invite, options, environment)
+    def join(
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        host: str = "",
+        through: Sequence[str] = (),
+    ) -> Child:
+        """A worker that listens on `host` (the coordinator's by default), started `through` another command."""
+        listen = ["--listen", host or self.host, "--port", "0"]
+        options = ["--devices", "cpu", "--threads", "1", *listen, *arguments]
+        return self.swarm.start_worker(self.invite, options, environment, through=through)
 
     def wait(
         self, condition: Callable[[control_pb2.StatusReply], object], within_s: float

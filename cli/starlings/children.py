@@ -31,15 +31,17 @@ def spawn(
     log: IO[bytes] | int,
     environment: Mapping[str, str] | None = None,
     read_output: bool = False,
+    through: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
     """Starts `python -m module arguments...` with a stdin pipe that ends with this process, in a session of
     its own.
 
     The own session keeps the terminal's Ctrl-C with us: we decide in which order children end. With
-    `read_output` the child's stdout is a pipe, otherwise it goes to `log` like stderr.
+    `read_output` the child's stdout is a pipe, otherwise it goes to `log` like stderr. `through` is a command that
+    becomes the child, such as `ip netns exec NAME`.
     """
     return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+        [*through, sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE if read_output else log,
         stderr=log,

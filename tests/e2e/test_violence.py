@@ -19,6 +19,8 @@ from starlings.demo.kill import child_of, choose_victim, kill_at_once
 from starlings.demo.swarm import Child
 from starlings_job.reference import train_reference
 from starlings_protos import control_pb2
+from starlings_protos.identity import Identity
+from support.namespaces import other_host, why_not
 from swarms import LiveSwarm, job_text, prepared_job
 
 pytestmark = pytest.mark.slow
@@ -28,10 +30,9 @@ KILLS = 10
 SLOW = ("--emulate", "gtx1080ti", "--precision", "fp32")
 
 
-@contextmanager
-def slow_swarm(folder: Path, *memories: str) -> Iterator[LiveSwarm]:
-    """A swarm in training, a worker for each memory cap; exact codecs and SGD, so that losses can be compared."""
-    job = prepared_job(
+def prepared(folder: Path, workers: int) -> Path:
+    """Exact codecs and SGD, so that losses can be compared."""
+    return prepared_job(
         folder,
         job_text(
             STEPS * BATCH * LENGTH,
@@ -39,12 +40,17 @@ def slow_swarm(folder: Path, *memories: str) -> Iterator[LiveSwarm]:
             train={"batch": BATCH, "microbatch": 1, "optimizer": "sgd", "lr": 0.1, "clip": 0.5},
             pipeline={"codec": "exact"},
             exchange={"codec": "exact"},
-            swarm={"min_workers": len(memories), "settle_s": 0.5},
+            swarm={"min_workers": workers, "settle_s": 0.5},
         ),
     )
-    with LiveSwarm.of(job, folder) as swarm:
-        for memory in memories:
-            swarm.join(*SLOW, "--memory", memory)
+
+
+@contextmanager
+def slow_swarm(folder: Path, workers: int = 3) -> Iterator[LiveSwarm]:
+    """A swarm in training, each of whose workers holds the whole model."""
+    with LiveSwarm.of(prepared(folder, workers), folder) as swarm:
+        for _ in range(workers):
+            swarm.join(*SLOW)
         swarm.wait(lambda r: r.phase == "training" and r.step >= 2, 180)
         yield swarm
 
@@ -76,7 +82,7 @@ def test_ten_kills_at_random_points(tmp_path: Path) -> None:
     seed = int(os.environ.get("STARLINGS_TEST_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
     print(f"replay with STARLINGS_TEST_SEED={seed}")
     rng = random.Random(seed)
-    with slow_swarm(tmp_path, "1GB", "1GB", "1GB") as swarm:
+    with slow_swarm(tmp_path) as swarm:
         for _ in range(KILLS):
             reply = swarm.wait(lambda r: r.phase == "training", 30)
             victim = choose_victim(reply.workers)
@@ -106,7 +112,7 @@ def test_ten_kills_at_random_points(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("frozen_s", [5, 20, 60])
 def test_a_frozen_worker_is_fenced_and_resyncs(tmp_path: Path, frozen_s: int) -> None:
-    with slow_swarm(tmp_path, "1GB", "1GB", "1GB") as swarm:
+    with slow_swarm(tmp_path) as swarm:
         reply = swarm.wait(lambda r: r.phase == "training", 30)
         victim = choose_victim(reply.workers)
         assert victim is not None
@@ -139,3 +145,32 @@ def freeze(child: Child) -> None:
 
 def thaw(child: Child) -> None:
     os.killpg(child.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "possible")
+@pytest.mark.parametrize("memory", ["1GB", "1.6MB"])
+def test_a_partition_of_thirty_seconds(tmp_path: Path, memory: str) -> None:
+    """Two workers and the coordinator on one side, two workers on the other."""
+    with other_host() as there, LiveSwarm.of(prepared(tmp_path, 4), tmp_path, there.here) as swarm:
+        for _ in range(2):
+            swarm.join(*SLOW, "--memory", memory)
+            swarm.join(*SLOW, "--memory", memory, host=there.there, through=there.through)
+        whole = swarm.wait(lambda r: r.phase == "training" and r.step >= 2, 180)
+        assert len(states(whole)) == 4
+        far = {Identity.load(swarm.swarm.directory / "workers" / n).id for n in ("2", "4")}
+        there.cut()
+        cut_at_s = time.monotonic()
+        alone = swarm.wait(lambda r: not far & set(states(r)), 25)
+        near_covers_all = alone.phase == "training"
+        if near_covers_all:
+            swarm.wait(lambda r: r.step >= alone.step + 3, 20)
+        time.sleep(max(0.0, cut_at_s + 30.0 - time.monotonic()))
+        there.mend()
+        swarm.wait(lambda r: all(is_back(r, worker_id, 4) for worker_id in far), 120)
+        at = swarm.wait(lambda r: True, 10).step
+        done = swarm.wait(lambda r: r.step >= at + 5, 60)
+        assert done.samples_lost == 0
+        for worker_id in far:
+            assert events_of(swarm, "lost", worker_id) == 1, "membership changes once each way"
+            assert events_of(swarm, "join", worker_id) == 2
+        check_losses(swarm)

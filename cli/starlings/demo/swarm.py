@@ -29,6 +29,7 @@ class Child:
     # How it was started; the invite among it.
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    through: Sequence[str] = ()
     # It was killed on purpose: how it ended is no failure.
     expendable: bool = False
 
@@ -61,14 +62,25 @@ class Swarm:
         self.close()
 
     def _start(
-        self, name: str, arguments: Sequence[str], environment: Mapping[str, str], *, read: bool
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        read: bool,
+        through: Sequence[str] = (),
     ) -> Child:
         log = self._logs / f"{name.replace(' ', '-')}.log"
         with log.open("ab") as file:
             process = children.spawn(
-                "starlings.tether", arguments, log=file, environment=environment, read_output=read
+                "starlings.tether",
+                arguments,
+                log=file,
+                environment=environment,
+                read_output=read,
+                through=through,
             )
-        return Child(name, process, log, tuple(arguments), dict(environment))
+        return Child(name, process, log, tuple(arguments), dict(environment), tuple(through))
 
     def start_coordinator(self, arguments: Sequence[str], *, within_s: float = 60.0) -> str:
         """Runs `starlings coordinator ARGUMENTS --json` and returns the invite that it prints.
@@ -105,7 +117,12 @@ class Swarm:
         said.put(None)
 
     def start_worker(
-        self, invite: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+        self,
+        invite: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        through: Sequence[str] = (),
     ) -> Child:
         """Runs `starlings join ARGUMENTS`; the invite goes by environment, so that it is in no process list."""
         name = f"worker {len(self.workers) + 1}"
@@ -115,13 +132,14 @@ class Swarm:
             ["join", "--dir", str(where), *arguments],
             {"STARLINGS_INVITE": invite, **(environment or {})},
             read=False,
+            through=through,
         )
         self.workers.append(child)
         return child
 
     def start_again(self, child: Child) -> None:
         """A worker that has ended, once more in the same directory."""
-        again = self._start(child.name, child.arguments, child.environment, read=False)
+        again = self._start(child.name, child.arguments, child.environment, read=False, through=child.through)
         child.process, child.expendable = again.process, False
 
     def all(self) -> list[Child]:
