@@ -1709,8 +1709,9 @@ class StatusReply(_message.Message):
     checkpoint_trouble: _builtins.str
     """Why checkpoints cannot be saved at the moment, with the fix; empty while they can. Training goes on."""
     step_microbatches: _builtins.int
-    """Microbatches of the present step, and how many of them have gone forward and back; all of them: the step is exchanged."""
+    """Of the present step; 0 when none is trained."""
     step_microbatches_done: _builtins.int
+    """Have gone forward and back. All of them: the step is being exchanged."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """Every worker that has joined, lost ones too."""

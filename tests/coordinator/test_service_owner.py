@@ -154,7 +154,7 @@ def _status(events: int, steps: int) -> StatusReply:
         "job", "training", "", 0, 0, 0, 0, 0.0, 0.0, 0.0, False, (), (), 0,
         tuple(Event(i, 0.0, "join", "") for i in range(1, events + 1)),
         tuple(LossPoint(i, 0, 0.0, 0.0) for i in range(steps)),
-        0, 0, 0, "", 0.0, "", 0,
+        0, 0, 0, "", 0.0, "", "", 0,
     )  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def test_ten_kills_at_random_points(tmp_path: Path) -> None:
         reply = swarm.wait(lambda r: True, 10)
         assert reply.samples_lost == 0
         assert not [event.text for event in swarm.history.events if event.kind == "rewind"]
-        check_losses(swarm)
+    check_losses(swarm)
 
 
 @pytest.mark.parametrize("frozen_s", [5, 20, 60])
@@ -136,7 +136,7 @@ def test_a_frozen_worker_is_fenced_and_resyncs(tmp_path: Path, frozen_s: int) ->
         assert lost == joined <= 1, "one freeze is one loss at most, and as many resyncs"
         assert lost == 1 or frozen_s < 20
         assert swarm.wait(lambda r: True, 10).samples_lost == 0
-        check_losses(swarm)
+    check_losses(swarm)
 
 
 def freeze(child: Child) -> None:
@@ -173,4 +173,4 @@ def test_a_partition_of_thirty_seconds(tmp_path: Path, memory: str) -> None:
         for worker_id in far:
             assert events_of(swarm, "lost", worker_id) == 1, "membership changes once each way"
             assert events_of(swarm, "join", worker_id) == 2
-        check_losses(swarm)
+    check_losses(swarm)
