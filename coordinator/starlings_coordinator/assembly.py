@@ -52,7 +52,7 @@ from starlings_protos.channels import (
     make_server,
     server_credentials,
 )
-from starlings_protos.errors import PortBusy
+from starlings_protos.errors import PortBusy, refusals
 from starlings_protos.identity import COORDINATOR, OWNER
 from starlings_protos.peers import CONTROL_POLICY, RoleGuard
 from starlings_protos.private_files import write_private
@@ -256,10 +256,15 @@ class Coordinator:
         self.observer("listening", fields)
 
     async def renew(self) -> None:
-        """Certificates and signed assignments, long before they expire."""
+        """Certificates and signed assignments, long before they expire; and what was refused goes to the log."""
+        told = 0
         while True:
             await asyncio.sleep(RENEWALS_EVERY_S)
             self.dispatcher.renew()
+            if refusals.total() != told:
+                told = refusals.total()
+                counts = ", ".join(f"{r.name.lower()} {n}" for r, n in refusals.most_common())
+                logger.info("refused so far: %s", counts)
             try:
                 await asyncio.to_thread(self.authority.renew_own)
             except OSError as error:  # a full disk: the old ones are good for days

@@ -26,7 +26,7 @@ from starlings_coordinator.tokens import Denied
 from starlings_protos import control_pb2, control_pb2_grpc
 from starlings_protos.authority import CertificateAuthority
 from starlings_protos.clocks import skew_problem
-from starlings_protos.errors import PeerFault, RefusedError, abort_with, clean_text
+from starlings_protos.errors import PeerFault, RefusedError, abort, abort_with, clean_text
 from starlings_protos.identity import (
     Identity,
     PeerIdentity,
@@ -55,11 +55,16 @@ class EnrolmentLimits:
     joins: Rate = field(default=Rate(burst=400, per_s=5))
     # Wrong tokens and renewals without proof; an honest person needs a few tries at most.
     guesses: Rate = field(default=Rate(burst=10, per_s=0.1))
+    # Joins and renewals from all sources together: what signing and syncing take stays below a tenth of a core.
+    joins_in_all: Rate = field(default=Rate(burst=2000, per_s=50))
     # Refusals told to the event log.
     reports: Rate = field(default=Rate(burst=5, per_s=1 / 60))
 
 
 DEFAULT_LIMITS = EnrolmentLimits()
+_EVERYBODY = "all addresses together"
+# Calls that wait for the authority's one lock; more are sent away at once, and a worker comes back by itself.
+CALLS_AT_ONCE = 256
 
 
 class EnrolmentAuthority:
@@ -90,6 +95,7 @@ class EnrolmentAuthority:
         self._monotonic = monotonic
         self._observe = observe
         self._joins = SourceLimiter(limits.joins)
+        self._joins_in_all = SourceLimiter(limits.joins_in_all, 1)
         self._guesses = SourceLimiter(limits.guesses)
         self._reports = SourceLimiter(limits.reports)
         self._own = OwnIdentities(directory, job, wall)
@@ -268,6 +274,7 @@ class EnrolmentAuthority:
     def _admit(self, source: str) -> None:
         """Who proved to be entitled pays for the signature from its source's bucket."""
         self._take(self._joins, source)
+        self._take(self._joins_in_all, _EVERYBODY)
 
     def _guessed(self, source: str) -> None:
         """Who proved nothing. Only failures are slowed down: many may share an address (a lab, a proxy before the
@@ -326,6 +333,7 @@ class EnrolmentService(control_pb2_grpc.EnrolmentServicer):
 
     def __init__(self, authority: EnrolmentAuthority) -> None:
         self._authority = authority
+        self._calls = 0
 
     async def Enrol(self, request: control_pb2.EnrolRequest, context: Context) -> control_pb2.EnrolReply:
         return await self._answer(self._authority.enrol, request, context)
@@ -336,6 +344,9 @@ class EnrolmentService(control_pb2_grpc.EnrolmentServicer):
     async def _answer(
         self, method: Callable[[R, str], control_pb2.EnrolReply], request: R, context: Context
     ) -> control_pb2.EnrolReply:
+        if self._calls >= CALLS_AT_ONCE:
+            await abort(context, Refusal.BUSY, "Very many join at this moment: try again in a few seconds.")
+        self._calls += 1
         try:
             return await asyncio.to_thread(method, request, peer_host(context))
         except RefusedError as error:
@@ -345,4 +356,6 @@ class EnrolmentService(control_pb2_grpc.EnrolmentServicer):
                 Refusal.BUSY,
                 f"The coordinator cannot record this join ({error.strerror}): tell the owner, then try again.",
             )
+        finally:
+            self._calls -= 1
         await abort_with(context, refused)

@@ -30,15 +30,31 @@ def refilled(bucket: Bucket, rate: Rate, now_s: float) -> Bucket:
     return Bucket(min(rate.burst, bucket.level + passed_s * rate.per_s), max(now_s, bucket.at_s))
 
 
-def wait_s(bucket: Bucket, rate: Rate, now_s: float) -> float:
-    """Seconds until one may be taken; 0 = now."""
-    return max(0.0, (1.0 - refilled(bucket, rate, now_s).level) / rate.per_s)
+def wait_s(bucket: Bucket, rate: Rate, now_s: float, amount: float = 1.0) -> float:
+    """Seconds until `amount` may be taken; 0 = now."""
+    return max(0.0, (amount - refilled(bucket, rate, now_s).level) / rate.per_s)
 
 
-def taken(bucket: Bucket, rate: Rate, now_s: float) -> Bucket:
-    """One less, never below 0."""
+def taken(bucket: Bucket, rate: Rate, now_s: float, amount: float = 1.0) -> Bucket:
+    """`amount` less, never below 0."""
     full = refilled(bucket, rate, now_s)
-    return Bucket(max(0.0, full.level - 1.0), full.at_s)
+    return Bucket(max(0.0, full.level - amount), full.at_s)
+
+
+class Throttle:
+    """One source that is slowed down, never refused: each take says how long to wait before the next."""
+
+    def __init__(self, rate: Rate, now_s: float) -> None:
+        self._rate = rate
+        self._bucket = Bucket(rate.burst, now_s)
+
+    def take(self, amount: float, now_s: float) -> float:
+        """Takes `amount` (at most a burst) and returns the seconds until the source is within its rate again."""
+        amount = min(amount, self._rate.burst)
+        pause_s = wait_s(self._bucket, self._rate, now_s, amount)
+        # What is not there yet is paid for by the pause.
+        self._bucket = taken(self._bucket, self._rate, now_s + pause_s, amount)
+        return pause_s
 
 
 class SourceLimiter:

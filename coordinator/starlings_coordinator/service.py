@@ -18,6 +18,7 @@ from starlings_coordinator.core.events import WorkerConnected, WorkerDisconnecte
 from starlings_coordinator.intake import received
 from starlings_coordinator.loop import CoreLoop
 from starlings_coordinator.owner import OwnerDesk
+from starlings_coordinator.rates import Rate, Throttle
 from starlings_coordinator.sessions import Ending, SessionTable, TooManySessions, WorkerSession
 from starlings_protos import control_pb2, control_pb2_grpc
 from starlings_protos.errors import RefusedError, abort, abort_with
@@ -29,6 +30,10 @@ R = TypeVar("R")
 
 # From the opening of a stream to its Hello.
 HELLO_WITHIN_S = 10.0
+# What one worker may say; beyond it is read more slowly. Small steps of a small model need some tens of messages
+# a second.
+MESSAGES = Rate(burst=2000, per_s=200)
+BYTES = Rate(burst=8 << 20, per_s=1 << 20)
 # The first heartbeat of a stream is acknowledged, and then one this often: the worker sets its clock by it.
 ACKNOWLEDGE_EVERY_S = 10.0
 # What still waits when a session ends is sent for this long at most.
@@ -110,9 +115,16 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     async def _read(self, session: WorkerSession, context: Context) -> None:
         worker_id = WorkerId(session.worker_id)
+        now_s = self._clock.now().monotonic_s
+        messages, octets = Throttle(MESSAGES, now_s), Throttle(BYTES, now_s)
         while isinstance(message := await context.read(), control_pb2.ToCoordinator):
             if session.ending is not None:
                 return
+            now_s = self._clock.now().monotonic_s
+            pause_s = max(messages.take(1, now_s), octets.take(message.ByteSize(), now_s))
+            if pause_s > 0:
+                # Meanwhile it is held up by flow control, and the others are served.
+                await asyncio.sleep(pause_s)
             try:
                 record = received(message)
             except RefusedError as error:

@@ -16,6 +16,7 @@ import grpc, so that everything may raise these errors.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 REFUSAL_METADATA_KEY = "starlings-refusal"
 # gRPC drops a call whose trailing metadata exceeds 8 KiB, and with it the reason.
 MESSAGE_LIMIT_CHARACTERS = 1000
+
+
+# How often this process has said which no, since its start.
+refusals: Counter[Refusal] = Counter()
 
 
 class ExitCode(enum.IntEnum):
@@ -172,6 +177,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], refusal: Refusal, m
     """Ends the rpc with the refusal's status, the message, and the refusal's number in trailing metadata."""
     import grpc
 
+    refusals[refusal] += 1
     await context.abort(
         grpc.StatusCode[RULES[refusal].status],
         clean_text(message),

@@ -329,3 +329,15 @@ def test_the_same_key_again_and_again_is_one_use_and_one_record(tmp_path: Path, 
         authority.enrol(_request(invite, key, clock), "192.0.2.1")
     assert authority.list_invites().invites[0].used == 1
     assert len(journal.records) == 2
+
+
+def test_all_sources_together_have_a_limit_too(tmp_path: Path, clock: _Clock):
+    limits = EnrolmentLimits(joins_in_all=Rate(burst=3, per_s=1))
+    authority = _authority(tmp_path, clock, limits=limits)
+    invite = authority.create_invite().invite
+    for n in range(3):
+        authority.enrol(_request(invite, new_key(), clock), f"192.0.2.{n}")
+    assert _refusal(lambda: authority.enrol(_request(invite, new_key(), clock), "192.0.2.9")) is Refusal.LIMIT
+    assert authority.list_invites().invites[0].used == 3
+    clock.now += 1
+    authority.enrol(_request(invite, new_key(), clock), "192.0.2.9")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from starlings_coordinator import tokens
-from starlings_coordinator.rates import Bucket, Rate, SourceLimiter, refilled, taken, wait_s
+from starlings_coordinator.rates import Bucket, Rate, SourceLimiter, Throttle, refilled, taken, wait_s
 from starlings_coordinator.token_journal import FileJournal, decode, encode
 from starlings_coordinator.tokens import (
     Denied,
@@ -230,3 +230,13 @@ def test_random_lines_never_crash():
         except ValueError:
             continue
         assert isinstance(record, TokenCreated)
+
+
+def test_a_throttled_source_keeps_its_rate_and_is_never_refused():
+    throttle, now_s = Throttle(Rate(burst=10, per_s=5), 0.0), 0.0
+    for _ in range(100):
+        now_s += throttle.take(1, now_s)
+    # Ten at once, ninety at five a second.
+    assert now_s == pytest.approx(18.0)
+    # More than a burst at once waits for no more than a whole one.
+    assert throttle.take(1e9, now_s) == pytest.approx(2.0)

@@ -8,6 +8,7 @@ exactly one of "arrived" and "aborted" reaches the core, whatever happens to the
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from math import prod
@@ -28,6 +29,7 @@ from starlings_protos.messages import (
     Refusal,
     WorkerId,
 )
+from starlings_protos.pace import Pace
 from starlings_worker import wire
 from starlings_worker.callers import Callers
 from starlings_worker.core.admission import Admission, Duplicate, Rejection
@@ -52,6 +54,8 @@ _Frames = AsyncIterator[data_pb2.Frame]
 _DECODE_INLINE_BYTES = 512 << 10
 # What one peer may have under way at once, as a multiple of the job's largest transfer.
 _IN_FLIGHT_TRANSFERS = 8
+# The same for all peers together.
+_IN_FLIGHT_TRANSFERS_IN_ALL = 64
 
 
 class DataService(data_pb2_grpc.DataServicer):
@@ -202,7 +206,10 @@ class DataService(data_pb2_grpc.DataServicer):
         self, sender: WorkerId, header: data_pb2.Header, life: Life, admit: Callable[[], Admission]
     ) -> Admission:
         """The core's answer, unless the sender has too much under way already."""
-        limit = _IN_FLIGHT_TRANSFERS * max(2 * self._limit_bytes(life), header.total_bytes)
+        largest = max(2 * self._limit_bytes(life), header.total_bytes)
+        if self._in_flight.total() + header.total_bytes > _IN_FLIGHT_TRANSFERS_IN_ALL * largest:
+            raise RefusedError(Refusal.BUSY, f"{self._in_flight.total()} bytes are under way here already")
+        limit = _IN_FLIGHT_TRANSFERS * largest
         if self._in_flight[sender] + header.total_bytes > limit:
             raise RefusedError(Refusal.BUSY, f"{sender} has {self._in_flight[sender]} bytes under way here")
         return admit()
@@ -241,18 +248,22 @@ class DataService(data_pb2_grpc.DataServicer):
 
 
 class _Timed:
-    """Frames, each of which must come within a time: a frozen sender must not keep a reserved slot."""
+    """Frames that keep a pace: neither a frozen sender nor one that drips bytes may keep a reserved slot."""
 
     def __init__(self, source: _Frames, stall_s: float) -> None:
         self._source = source.__aiter__()
-        self._stall_s = stall_s
+        self._pace = Pace(stall_s)
+        self._begun_s = time.monotonic()
+        self._received_bytes = 0
 
     def __aiter__(self) -> _Timed:
         return self
 
     async def __anext__(self) -> data_pb2.Frame:
-        async with asyncio.timeout(self._stall_s):
-            return await self._source.__anext__()
+        async with asyncio.timeout(self._pace.wait_s(time.monotonic() - self._begun_s, self._received_bytes)):
+            frame = await self._source.__anext__()
+        self._received_bytes += frame.ByteSize()
+        return frame
 
 
 class _Body:
