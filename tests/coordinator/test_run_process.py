@@ -110,14 +110,20 @@ def test_second_signal_ends_at_once(process: Process) -> None:
     while len(psutil.Process(process.process.pid).children()) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    for child in psutil.Process(process.process.pid).children():
-        child.suspend()
-    process.process.send_signal(signal.SIGINT)
-    process.line("ending")
-    process.process.send_signal(signal.SIGINT)
-    started_s = time.monotonic()
-    assert process.ended()[0] == 130
-    assert time.monotonic() - started_s < 4
+    children = psutil.Process(process.process.pid).children()
+    try:
+        for child in children:
+            child.suspend()
+        process.process.send_signal(signal.SIGINT)
+        process.line("ending")
+        process.process.send_signal(signal.SIGINT)
+        started_s = time.monotonic()
+        assert process.ended()[0] == 130
+        assert time.monotonic() - started_s < 4
+    finally:
+        # A stopped process does not notice that its parent is gone.
+        for child in children:
+            child.kill()
 
 
 def test_directory_in_use_names_the_holder(directory: Path) -> None:

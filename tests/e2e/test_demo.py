@@ -24,6 +24,8 @@ def start_demo(folder: Path) -> subprocess.Popen[bytes]:
         stdout=(folder / "out.txt").open("wb"),
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        # Whoever started the tests in the background made them deaf to Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
