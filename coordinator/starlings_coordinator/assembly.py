@@ -174,7 +174,9 @@ class Coordinator:
         detokenise = detokeniser(job.records.meta.tokenizer, options.directory)
         self.owner = OwnerDesk(core, self.loop, authority, clock, job.records, detokenise)
         self.control = make_server(CONTROL, [RoleGuard(CONTROL_POLICY, authority.refuse)])
-        service = ControlService(self.loop, self.sessions, self.owner, clock)
+        service = ControlService(
+            self.loop, self.sessions, self.owner, clock, lambda: core.membership.heartbeat_interval_s
+        )
         control_pb2_grpc.add_ControlServicer_to_server(service, self.control)
         self.enrolment = make_server(ENROLMENT)
         control_pb2_grpc.add_EnrolmentServicer_to_server(EnrolmentService(authority), self.enrolment)

@@ -7,7 +7,7 @@ is an event for the core, and everything it is told comes out of its session's b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -34,7 +34,7 @@ HELLO_WITHIN_S = 10.0
 # a second.
 MESSAGES = Rate(burst=2000, per_s=200)
 BYTES = Rate(burst=8 << 20, per_s=1 << 20)
-# The first heartbeat of a stream is acknowledged, and then one this often: the worker sets its clock by it.
+# The first heartbeat of a stream is acknowledged, and then one this often: the worker sets its clock and pace by it.
 ACKNOWLEDGE_EVERY_S = 10.0
 # What still waits when a session ends is sent for this long at most.
 LAST_WORDS_S = 5.0
@@ -43,11 +43,19 @@ LAST_WORDS_S = 5.0
 class ControlService(control_pb2_grpc.ControlServicer):
     """Roles and revoked certificates are checked by `peers.RoleGuard` before any method here runs."""
 
-    def __init__(self, loop: CoreLoop, sessions: SessionTable, owner: OwnerDesk, clock: Clock) -> None:
+    def __init__(
+        self,
+        loop: CoreLoop,
+        sessions: SessionTable,
+        owner: OwnerDesk,
+        clock: Clock,
+        heartbeat_interval_s: Callable[[], float],
+    ) -> None:
         self._loop = loop
         self._sessions = sessions
         self._owner = owner
         self._clock = clock
+        self._heartbeat_interval_s = heartbeat_interval_s
 
     # ------------------------------------------------------------------ workers
 
@@ -142,7 +150,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
         now = self._clock.now()
         if now.monotonic_s - session.acknowledged_at_s >= ACKNOWLEDGE_EVERY_S:
             session.acknowledged_at_s = now.monotonic_s
-            ack = control_pb2.HeartbeatAck(wall_time_s=now.wall_s)
+            ack = control_pb2.HeartbeatAck(
+                wall_time_s=now.wall_s, heartbeat_interval_s=self._heartbeat_interval_s()
+            )
             session.send(control_pb2.ToWorker(heartbeat_ack=ack), may_drop=True)
 
     async def _write(self, session: WorkerSession, context: Context) -> None:

@@ -1004,7 +1004,7 @@ class Welcome(_message.Message):
     job_digest: _builtins.str
     """SHA-256 of `job_json`, hex."""
     heartbeat_interval_s: _builtins.float
-    """Seconds between two heartbeats of the worker."""
+    """Seconds between two heartbeats of the worker, until a HeartbeatAck names others."""
     assignment_key_der: _builtins.bytes
     """The coordinator's assignment key, DER SubjectPublicKeyInfo, P-256."""
     wall_time_s: _builtins.float
@@ -1590,16 +1590,20 @@ class HeartbeatAck(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WALL_TIME_S_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     wall_time_s: _builtins.float
     """The coordinator's wall clock, seconds since 1970."""
+    heartbeat_interval_s: _builtins.float
+    """Seconds between two heartbeats from now on: it grows with the swarm. 0 = as before."""
     def __init__(
         self,
         *,
         wall_time_s: _builtins.float = ...,
+        heartbeat_interval_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["wall_time_s", b"wall_time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_s", b"heartbeat_interval_s", "wall_time_s", b"wall_time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -394,6 +394,7 @@ class Standby:
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck:
     wall_time_s: float
+    heartbeat_interval_s: float = 0.0
 
 
 ToWorker = (

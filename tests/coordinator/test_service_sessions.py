@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from starlings_coordinator import service, sessions
+from starlings_coordinator.core.config import CoreConfig
 from starlings_protos import control_pb2, control_pb2_grpc
 from starlings_protos.channels import control_channel
 from starlings_protos.errors import refusal_of
@@ -41,6 +42,19 @@ async def test_hello_for_another_workers_id_is_refused(running: Running) -> None
         # The victim's session is untouched.
         await victim.say(Heartbeat())
         await victim.expect(HeartbeatAck)
+
+
+async def test_an_acknowledgement_carries_the_pace_of_the_swarm_as_it_is_now(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CoreConfig, "heartbeat_interval_s", lambda config, count: 2.0 * count)
+    async with ScriptedWorker(running) as early, ScriptedWorker(running) as late:
+        await early.say(early.hello())
+        assert (await early.expect(Welcome)).heartbeat_interval_s == 2.0
+        await late.say(late.hello())
+        assert (await late.expect(Welcome)).heartbeat_interval_s == 4.0
+        await early.say(Heartbeat())
+        assert (await early.expect(HeartbeatAck)).heartbeat_interval_s == 4.0
 
 
 async def test_first_message_must_be_a_hello_and_later_ones_well_formed(running: Running) -> None:

@@ -24,6 +24,7 @@ from starlings_protos.locks import DirectoryInUse
 from starlings_protos.messages import (
     EngineDown,
     Finish,
+    HeartbeatAck,
     Leaving,
     ProbeReport,
     Refusal,
@@ -114,6 +115,31 @@ async def test_messages_are_passed_on_and_the_end_of_the_job_is_exit_0(bench: Be
     assert {"joined", "engine_started", "connected", "probed", "standby", "step", "finished"} <= set(
         bench.kinds()
     )
+
+
+async def test_heartbeats_keep_the_pace_of_the_last_acknowledgement(bench: Bench):
+    bench.start()
+    await bench.control.next(ProbeReport)
+    await bench.until(lambda: "welcome" in bench.heard())
+    said = bench.control.heartbeats
+
+    async def next_comes_after_s() -> float:
+        count = len(said)
+        await bench.until(lambda: len(said) > count)
+        begun_s = time.monotonic()
+        await bench.until(lambda: len(said) > count + 1)
+        return time.monotonic() - begun_s
+
+    await bench.control.say(HeartbeatAck(time.time(), 0.4))
+    async with asyncio.timeout(20):
+        while await next_comes_after_s() < 0.35:
+            pass
+        # 0 says nothing of it.
+        await bench.control.say(HeartbeatAck(time.time()))
+        assert await next_comes_after_s() > 0.3
+        await bench.control.say(HeartbeatAck(time.time(), 0.05))
+        while await next_comes_after_s() > 0.2:
+            pass
 
 
 async def test_a_crashed_engine_is_started_three_times_and_the_coordinator_hears_why(

@@ -46,6 +46,8 @@ FINISH_WITHIN_S = 20.0
 LAST_WORDS_WITHIN_S = 2.0
 # A worker that holds nothing waits this long for the coordinator's goodbye.
 GOODBYE_WITHIN_S = 5.0
+# However rare heartbeats are in a large swarm, the engine is looked after this often.
+LOOK_EVERY_S = 5.0
 
 
 class DeviceWorker:
@@ -387,6 +389,8 @@ class DeviceWorker:
         if kind == "finish":
             self._finish = message.finish
             asyncio.get_running_loop().call_later(FINISH_WITHIN_S, self._finished_without_engine)
+        if kind == "heartbeat_ack":
+            self._keep_pace(message.heartbeat_ack.heartbeat_interval_s)
         self._narrator.ordered(message)
         if self._engine is not None and self._engine.welcomed:
             await self._engine.pass_on(message)
@@ -398,8 +402,7 @@ class DeviceWorker:
     async def _welcomed(self, welcome: control_pb2.Welcome) -> None:
         self._job_digest = welcome.job_digest
         self._clock = CoordinatorClock.learnt(welcome.wall_time_s, time.monotonic())
-        if welcome.heartbeat_interval_s > 0:
-            self._heartbeat_interval_s = welcome.heartbeat_interval_s
+        self._keep_pace(welcome.heartbeat_interval_s)
         if self._welcome is None:
             self._narrator.tell(
                 "connected", "The coordinator has welcomed this worker.", {"incarnation": welcome.incarnation}
@@ -418,6 +421,11 @@ class DeviceWorker:
             self._report_left_state()
             return
         await self._pass_welcome()
+
+    def _keep_pace(self, interval_s: float) -> None:
+        """From the next heartbeat on. 0 = nothing was said of it."""
+        if interval_s > 0:
+            self._heartbeat_interval_s = interval_s
 
     async def _pass_welcome(self) -> None:
         """The Welcome to the engine, as soon as both are there."""
@@ -449,12 +457,16 @@ class DeviceWorker:
         """The engine's last heartbeat, on schedule: the coordinator learns of a dead host, and of a hung engine by
         its progress.
         """
+        beaten_at_s = float("-inf")
         while True:
-            if self._stream is not None and self._stream.up:
-                self._stream.send(self._heartbeat)
+            if time.monotonic() - beaten_at_s >= self._heartbeat_interval_s:
+                beaten_at_s = time.monotonic()
+                if self._stream is not None and self._stream.up:
+                    self._stream.send(self._heartbeat)
             if self._engine is not None:
                 self._engine.look_after()
-            await asyncio.sleep(self._heartbeat_interval_s)
+            due_in_s = beaten_at_s + self._heartbeat_interval_s - time.monotonic()
+            await asyncio.sleep(min(max(0.0, due_in_s), LOOK_EVERY_S))
 
     async def _renew(self) -> None:
         assert self._membership is not None

@@ -16,6 +16,9 @@ class Timings:
     # The least heartbeat interval, and workers per second of it: interval = max(least, workers / per_second).
     heartbeat_least_s: float = 2.0
     heartbeats_per_second: float = 250.0
+    # Until every worker has been told of a new interval, at most, besides two of the old ones; later, a swarm that has
+    # shrunk is slower to notice a loss.
+    heartbeat_told_s: float = 15.0
     # A stream that ended may come back this long; a dead worker is noticed that much later.
     # Less than a reconnecting worker's first pause and a TLS handshake over a slow link would drop it for a hiccup.
     reconnect_grace_s: float = 1.5

@@ -1,8 +1,8 @@
 """When silence becomes loss: a phi-accrual detector per worker (Hayashibara et al. 2004, section 4), pure.
 
 The intervals between signs of life are taken as normally distributed; phi = -log10 P(an interval this long). A
-floor keeps a
-regular worker from being accused for one late packet.
+floor keeps a regular worker from being accused for one late packet; it follows the interval at which the worker may
+send at present, which grows and shrinks with the swarm.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from dataclasses import dataclass, field
 # phi 8 means one wrong verdict in 10^8 intervals, if the model held.
 PHI_LIMIT = 8.0
 WINDOW = 64
+# A hung worker is known as lost after at most this many floors.
+CEILING = 1.25
 
 
 @dataclass(slots=True)
 class SilenceDetector:
-    """`floor_s` and `ceiling_s` bound the verdict from both sides, whatever the statistics say."""
+    """`floor_s` is of when the worker connected. Whatever the statistics say, no shorter silence is a loss, and
+    `CEILING` times the floor of now is one.
+    """
 
     floor_s: float
-    ceiling_s: float
     last_heard_s: float
     intervals_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
@@ -43,8 +46,37 @@ class SilenceDetector:
         tail = 0.5 * math.erfc((now_s - self.last_heard_s - mean_s) / (deviation_s * math.sqrt(2)))
         return -math.log10(max(tail, 1e-300))
 
-    def lost(self, now_s: float) -> bool:
+    def lost(self, now_s: float, present_floor_s: float) -> bool:
+        """The larger of both floors counts: the worker may not have heard that it should send more often."""
+        floor_s = max(self.floor_s, present_floor_s)
         silent_s = now_s - self.last_heard_s
-        if silent_s < self.floor_s:
+        if silent_s < floor_s:
             return False
-        return silent_s >= self.ceiling_s or self.phi(now_s) >= PHI_LIMIT
+        return silent_s >= CEILING * floor_s or self.phi(now_s) >= PHI_LIMIT
+
+
+@dataclass(slots=True)
+class SlowestBeat:
+    """The longest interval that some connected worker may still keep between two heartbeats.
+
+    A longer one holds at once. A shorter one holds when everybody has been told: an acknowledgement follows a
+    heartbeat, and the worker sleeps its old interval once more.
+    """
+
+    told_s: float
+    interval_s: float = 0.0
+    _seen_at_s: float = 0.0
+    _since_then_s: float = 0.0
+
+    def look(self, now_s: float, present_s: float) -> float:
+        """`interval_s`, when workers are told `present_s` from now on."""
+        self._since_then_s = max(self._since_then_s, present_s)
+        if present_s >= self.interval_s:
+            self.interval_s, self._seen_at_s, self._since_then_s = present_s, now_s, 0.0
+        elif now_s - self._seen_at_s > self.told_s + 2 * self.interval_s:
+            self.interval_s, self._seen_at_s, self._since_then_s = self._since_then_s, now_s, present_s
+        return self.interval_s
+
+    def forgive(self, now_s: float) -> None:
+        """Nobody was told anything up to now."""
+        self._seen_at_s = now_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from starlings_coordinator.core.effects import CloseSession, Send
-from starlings_coordinator.core.liveness import SilenceDetector
+from starlings_coordinator.core.liveness import SilenceDetector, SlowestBeat
 from starlings_coordinator.core.members import Member, MemberState
 from starlings_coordinator.core.phase import Phase
 from starlings_coordinator.core.records import WorkerAdmitted, WorkerGone, WorkerMeasured
@@ -42,6 +42,7 @@ class Membership:
         self._profile_json = core.config.profile.to_json()
         # Dismissed workers: how often, and until when no plan counts on them. Soft: a restart forgives.
         self._set_aside: dict[WorkerId, tuple[int, float, str]] = {}
+        self._slowest = SlowestBeat(core.config.timings.heartbeat_told_s)
 
     def _changed(self) -> None:
         self.changed_at_s = self._core.now.monotonic_s
@@ -82,14 +83,22 @@ class Membership:
 
     def _member(self, hello: Hello, session: int | None) -> Member:
         core, timings = self._core, self._core.config.timings
-        heartbeat_s = core.config.heartbeat_interval_s(len(core.members))
-        floor_s = max(timings.silence_least_s, timings.silent_intervals * heartbeat_s)
-        # A hung worker is known as lost after at most a quarter more than the least.
-        detector = SilenceDetector(floor_s, 1.25 * floor_s, core.now.monotonic_s)
+        detector = SilenceDetector(self._floor_s(), core.now.monotonic_s)
         member = Member(hello.worker_id, hello, 0, session, detector)
         member.grace_s, member.connected_wall_s = timings.reconnect_grace_s, core.now.wall_s
         core.members[hello.worker_id] = member
         return member
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """What workers are told at present."""
+        return self._core.config.heartbeat_interval_s(len(self._core.members))
+
+    def _floor_s(self) -> float:
+        """No shorter silence is a loss."""
+        timings = self._core.config.timings
+        slowest_s = self._slowest.look(self._core.now.monotonic_s, self.heartbeat_interval_s)
+        return max(timings.silence_least_s, timings.silent_intervals * slowest_s)
 
     @staticmethod
     def _goes_on(known: Hello, incarnation: int, hello: Hello) -> bool:
@@ -155,7 +164,7 @@ class Membership:
             return False
         elsewhere = bool(other.hello.host_id and hello.host_id and other.hello.host_id != hello.host_id)
         silent_s = self._core.now.monotonic_s - other.detector.last_heard_s
-        return elsewhere and silent_s < other.detector.floor_s
+        return elsewhere and silent_s < max(other.detector.floor_s, self._floor_s())
 
     def _resumed(self, member: Member, session: int, hello: Hello) -> None:
         """The same life on a new stream. Messages may have been lost both ways, so what it does is begun anew."""
@@ -165,6 +174,7 @@ class Membership:
         if member.state is MemberState.TRAINING:
             member.reason = ""
         member.detector.forgive(core.now.monotonic_s)
+        member.detector.floor_s = self._floor_s()
         core.desk.announce("rejoin", f"{member.worker_id} is connected again")
         core.desk.send(member, self._welcome(member, probe_now=member.state is MemberState.PROBING))
         if member.worker_id in core.state.spans and core.plan_is_live:
@@ -194,7 +204,7 @@ class Membership:
             PROTOCOL_MAX,
             member.incarnation,
             *self._job,
-            config.heartbeat_interval_s(len(core.members)),
+            self.heartbeat_interval_s,
             config.assignment_key_der,
             core.now.wall_s,
             self._profile_json,
@@ -351,6 +361,9 @@ class Membership:
     def look_at_time(self, *, forgive: bool) -> None:
         """Silence, streams that did not come back, probes that never end."""
         core, now_s, timings = self._core, self._core.now.monotonic_s, self._core.config.timings
+        if forgive:
+            self._slowest.forgive(now_s)
+        floor_s = self._floor_s()
         for member in list(core.members.values()):
             if member.set_aside_until_s is not None and now_s >= member.set_aside_until_s:
                 member.set_aside_until_s, member.reason = None, "waits for a plan"
@@ -362,7 +375,7 @@ class Membership:
             elif member.session is None and member.disconnected_at_s is not None:
                 if now_s - member.disconnected_at_s >= member.grace_s:
                     self.lose(member, "its connection ended")
-            elif member.session is not None and member.detector.lost(now_s):
+            elif member.session is not None and member.detector.lost(now_s, floor_s):
                 self.lose(member, f"nothing was heard of it for {now_s - member.detector.last_heard_s:.0f} s")
             elif (
                 member.state is MemberState.PROBING
