@@ -20,6 +20,7 @@ from typing import Any
 from starlings_coordinator.assembly import SERVER_GRACE_S, Coordinator, Job, open_store, restore_core
 from starlings_coordinator.clock import SystemClock
 from starlings_coordinator.core.events import Booted
+from starlings_coordinator.descriptors import raise_descriptor_limit
 from starlings_coordinator.enrolment import EnrolmentAuthority
 from starlings_coordinator.journal import Journal
 from starlings_coordinator.last_used import forget_use, note_use, refuse_copy
@@ -46,6 +47,7 @@ def run_coordinator(options: CoordinatorOptions, observer: Observer = silent) ->
     Raises:
         Exception: with an `exit_code` of the sheet and one sentence for people, when it cannot serve.
     """
+    raise_descriptor_limit()
     notifier = Notifier.from_environment()
     notifier.status("prepares the job")
     ensure_prepared(options.directory, options.job_file)

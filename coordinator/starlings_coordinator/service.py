@@ -15,6 +15,7 @@ import grpc
 
 from starlings_coordinator.clock import Clock
 from starlings_coordinator.core.events import WorkerConnected, WorkerDisconnected, WorkerSaid
+from starlings_coordinator.descriptors import shortage
 from starlings_coordinator.intake import received
 from starlings_coordinator.loop import CoreLoop
 from starlings_coordinator.owner import OwnerDesk
@@ -65,6 +66,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         try:
             identity = peer_identity(context)
             hello = await self._hello(context, identity)
+            if short := shortage():
+                raise RefusedError(Refusal.LIMIT, f"The coordinator has no room for another worker: {short}.")
             session = self._sessions.open(hello.worker_id)
         except RefusedError as error:
             await abort_with(context, error)
