@@ -159,8 +159,9 @@ class ScriptedSwarm:
     Engines are dear (an import of torch each): `use` gives all a new life, with the same job or another.
     """
 
-    def __init__(self, job_directory: Path) -> None:
+    def __init__(self, job_directory: Path, engine_module: str = "starlings_worker.engine") -> None:
         self.key = new_key()
+        self.engine_module = engine_module
         self.engines: list[Engine] = []
         self.plan_version = 0
         self.incarnation = 1
@@ -217,12 +218,10 @@ class ScriptedSwarm:
     async def start(self, *environments: Mapping[str, str], **settings: Any) -> list[Engine]:
         """One engine per environment, welcomed and measured one after the other."""
         engines = []
+        command = (sys.executable, "-m", self.engine_module, str(os.getpid()))
         for environment in environments:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "starlings_worker.engine",
-                str(os.getpid()),
+                *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env={**os.environ, **environment},

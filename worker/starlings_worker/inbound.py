@@ -46,12 +46,13 @@ from starlings_worker.engine_life import Life
 from starlings_worker.kept import Kept
 from starlings_worker.links import ADMITTED_METADATA_KEY, STALL_S
 from starlings_worker.meters import Meters
-from starlings_worker.serving import StateServer
+from starlings_worker.serving import STALLED_AFTER_S, StateServer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _Frames = AsyncIterator[data_pb2.Frame]
 # Bodies above this are decoded on another thread, so that the loop goes on meanwhile.
 _DECODE_INLINE_BYTES = 512 << 10
+PACE = Pace(STALL_S)
 # What one peer may have under way at once, as a multiple of the job's largest transfer.
 _IN_FLIGHT_TRANSFERS = 8
 # The same for all peers together.
@@ -61,10 +62,15 @@ _IN_FLIGHT_TRANSFERS_IN_ALL = 64
 class DataService(data_pb2_grpc.DataServicer):
     """One per engine process; serves whatever life there is."""
 
-    def __init__(self, meters: Meters, stall_s: float = STALL_S) -> None:
+    def __init__(self, meters: Meters, pace: Pace = PACE, unread_s: float = STALLED_AFTER_S) -> None:
+        """
+        Args:
+            pace: what senders must keep to.
+            unread_s: after this long without reading a reader of state is given up.
+        """
         self._meters = meters
-        self._stall_s = stall_s
-        self._state = StateServer(lambda count: meters.sent("state", count), self._pushing)
+        self._pace = pace
+        self._state = StateServer(lambda count: meters.sent("state", count), self._pushing, unread_s)
         self._life: Life | None = None
         self._clock = CoordinatorClock(0.0)
         self._in_flight: Counter[WorkerId] = Counter()
@@ -113,7 +119,7 @@ class DataService(data_pb2_grpc.DataServicer):
     ) -> data_pb2.Receipt:
         try:
             life, sender = self._caller(context)
-            source = _Timed(incoming, self._stall_s)
+            source = _Timed(incoming, self._pace)
             header = await frames.read_header(
                 source, limit_bytes=2 * self._limit_bytes(life), subject_limits=frames.MICROBATCH
             )
@@ -144,7 +150,7 @@ class DataService(data_pb2_grpc.DataServicer):
     async def _part(self, leg: Leg, incoming: _Frames, context: Context) -> data_pb2.Receipt:
         try:
             life, sender = self._caller(context)
-            source = _Timed(incoming, self._stall_s)
+            source = _Timed(incoming, self._pace)
             exchange = life.computer.exchange
             if exchange is None:
                 raise RefusedError(Refusal.NOT_HELD, "no span is loaded here yet")
@@ -250,9 +256,9 @@ class DataService(data_pb2_grpc.DataServicer):
 class _Timed:
     """Frames that keep a pace: neither a frozen sender nor one that drips bytes may keep a reserved slot."""
 
-    def __init__(self, source: _Frames, stall_s: float) -> None:
+    def __init__(self, source: _Frames, pace: Pace) -> None:
         self._source = source.__aiter__()
-        self._pace = Pace(stall_s)
+        self._pace = pace
         self._begun_s = time.monotonic()
         self._received_bytes = 0
 
