@@ -55,7 +55,7 @@ MODEL = {
 KILL_BOUND_S, FREEZE_BOUND_S = 2.0, 8.0
 # Commits that are watched after an incident, for the rate of those who are left.
 COMMITS_AFTER = 5
-LIMIT_S = 180.0
+LIMIT_S = 90.0
 COORDINATOR = ("--listen", "127.0.0.1", "--host", "127.0.0.1")
 
 
@@ -97,6 +97,15 @@ class Watcher:
 
     async def until(self, condition: Callable[[control_pb2.StatusReply], object]) -> control_pb2.StatusReply:
         """Raises TimeoutError, and CommandError when a process failed that should live."""
+        try:
+            return await self._until(condition)
+        except TimeoutError:
+            last = self.history.last
+            states = [(w.worker_id, w.state, w.reason) for w in last.workers] if last is not None else []
+            said = "\n".join(event.text for event in self.history.events[-12:])
+            raise TimeoutError(f"nothing came of it in {LIMIT_S:.0f} s: {states}\n{said}") from None
+
+    async def _until(self, condition: Callable[[control_pb2.StatusReply], object]) -> control_pb2.StatusReply:
         async with asyncio.timeout(LIMIT_S):
             while True:
                 try:

@@ -59,6 +59,7 @@ from starlings_worker.left_behind import LeftBehind, leave_behind
 from starlings_worker.meters import Meters
 from starlings_worker.optimizer import AdamW, Optimizer, Sgd
 from starlings_worker.runs import Run, Runner
+from starlings_worker.serving import NotYet
 from starlings_worker.snapshots import Snapshots
 from starlings_worker.stage import HeldSpan, StageModule
 
@@ -339,6 +340,10 @@ class Computer:
         """A `serving.Shelf`: snapshots by block name, updates by "update/" and group. Called on the event loop."""
         if block.startswith(PREFIX):
             return self.history.serve(version, block.removeprefix(PREFIX))
+        held = self.held
+        if held is not None and version > held.version:
+            # An observer hears of a commit as soon as its donors do, and may ask before they have applied the step.
+            raise NotYet(f"version {held.version} is here; {version} may come")
         return self.snapshots.serve(version, block, optimizer=optimizer)
 
     def _leave_behind(self, effect: DigestState) -> Event | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from starlings_job.state import PARAMETER
 from starlings_protos.state_transfer import ServedBlock, StateTensor
-from starlings_worker.serving import NotHeld
+from starlings_worker.serving import NotHeld, NotYet
 
 if TYPE_CHECKING:
     from starlings_worker.stage import HeldSpan
@@ -61,10 +61,12 @@ class Snapshots:
         """Every block of a kept version.
 
         Raises:
-            NotHeld: it is not kept.
+            NotHeld: it is not kept. NotYet: it is to be taken, with the commit that makes it or just now.
         """
         held = self._versions.get(version)
         if held is None:
+            if version in self._pinned and version > max(self._versions, default=-1):
+                raise NotYet(f"version {version} is not copied yet")
             have = ", ".join(map(str, self.versions)) or "none"
             raise NotHeld(f"version {version} is not kept here; there is: {have}")
         return held
@@ -73,7 +75,7 @@ class Snapshots:
         """One block.
 
         Raises:
-            NotHeld: names what is missing.
+            NotHeld: names what is missing. NotYet: as in `blocks`.
         """
         found = self.blocks(version).get(block)
         if found is None:
