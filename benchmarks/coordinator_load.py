@@ -119,6 +119,7 @@ class Worker:
                 body = message.WhichOneof("body")
                 if body == "heartbeat_ack":
                     self.counted.acks += 1
+                    self.interval_s = message.heartbeat_ack.heartbeat_interval_s or self.interval_s
                     if self.sent_at_s is not None:
                         self.counted.latencies_s.append(time.monotonic() - self.sent_at_s)
                     self.sent_at_s = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import platform
 import sys
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,6 @@ class Claim:
 
 def environment() -> dict[str, Any]:
     """The machine, as far as figures depend on it."""
-    import torch
-
     model = ""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
         model = names[0] if names else ""
     return {
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": importlib.metadata.version("torch"),
         "platform": platform.platform(),
         "cpu": model,
         "cores": os.cpu_count(),
@@ -45,16 +45,25 @@ def environment() -> dict[str, Any]:
     }
 
 
-def show(title: str, rows: list[dict[str, Any]], claims: list[Claim]) -> None:
-    """Prints the rows as a table, then each claim with its verdict."""
+def show(
+    title: str, rows: list[dict[str, Any]], claims: list[Claim], hidden: Collection[str] = frozenset()
+) -> None:
+    """Prints the rows, those with the same columns in one table, then each claim with its verdict.
+
+    Args:
+        hidden: columns for the JSON file only.
+    """
     console = Console(width=None if sys.stdout.isatty() else 140)
-    table = Table(title=title)
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    for name in columns:
-        table.add_column(name)
+    kinds: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        table.add_row(*(_text(row.get(name, "")) for name in columns))
-    console.print(table)
+        # A figure that only some rows of a kind have makes no other kind: the first column says what they are.
+        kinds.setdefault(next(iter(row)), []).append(row)
+    for number, alike in enumerate(kinds.values()):
+        columns = [key for key in dict.fromkeys(k for row in alike for k in row) if key not in hidden]
+        table = Table(*columns, title=title if number == 0 else None)
+        for row in alike:
+            table.add_row(*(_text(row.get(name, "")) for name in columns))
+        console.print(table)
     for claim in claims:
         verdict = "holds" if claim.holds else "FAILS"
         console.print(f"{verdict}: {claim.name}: {claim.value:.3f} (bound {claim.bound:.3f})")
