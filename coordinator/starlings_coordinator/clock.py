@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -36,8 +37,20 @@ def suspend_aware_monotonic_s() -> float:
 
 
 class SystemClock:
-    def __init__(self) -> None:
+    """Its wall time is that of the process's start, carried on by the monotonic clock: whoever sets the machine's clock
+    by a month must not make every assignment of the swarm expired, or not yet valid, until all have heard of new ones.
+    Certificates, which other machines judge by their own clocks, follow `time.time` instead.
+    """
+
+    def __init__(
+        self,
+        monotonic: Callable[[], float] = suspend_aware_monotonic_s,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         self._boot_id = _boot_id()
+        self._monotonic = monotonic
+        self._wall_offset_s = wall() - monotonic()
 
     def now(self) -> Now:
-        return Now(monotonic_s=suspend_aware_monotonic_s(), wall_s=time.time(), boot_id=self._boot_id)
+        monotonic_s = self._monotonic()
+        return Now(monotonic_s, monotonic_s + self._wall_offset_s, self._boot_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,9 @@ class KeeperLink:
         clock: Clock,
         log_path: Path,
         post: Callable[[Event], None],
+        wall: Callable[[], float] = time.time,
     ) -> None:
+        self._wall = wall
         self._settings = settings
         self._authority = authority
         self._signer = signer
@@ -91,17 +94,17 @@ class KeeperLink:
             message = process_pb2.ToKeeper()
             to_proto(self._signer.sign_keeper(now_wall_s), message.assignment)
             self.child.send(message)
-        if now_wall_s >= self._identity.renew_at_s:
+        if self._identity.is_due(self._wall()):
             identity = self._identity
             key = key_from_pem(identity.key_pem).public_key()
-            pem = self._authority.issue(key, KEEPER, now_wall_s)
+            pem = self._authority.issue(key, KEEPER, self._wall())
             self._identity = Identity.from_pem(identity.key_pem, pem, identity.ca_pem)
             renewed = process_pb2.RenewedCertificate(certificate_pem=pem)
             self.child.send(process_pb2.ToKeeper(certificate=renewed))
 
     def _started(self) -> None:
         now_wall_s, settings = self._clock.now().wall_s, self._settings
-        self._identity = self._authority.issue_identity(KEEPER, now_wall_s)
+        self._identity = self._authority.issue_identity(KEEPER, self._wall())
         self._signed_at_wall_s = now_wall_s
         signed = self._signer.sign_keeper(now_wall_s)
         start = process_pb2.StartKeeper(
@@ -118,6 +121,7 @@ class KeeperLink:
             keep=settings.keep,
             job=settings.job,
             tensor_limit_bytes=settings.tensor_limit_bytes,
+            wall_time_s=now_wall_s,
         )
         self.child.send(process_pb2.ToKeeper(start=start))
 

@@ -39,7 +39,7 @@ class OwnIdentities:
         self.assignment_key = _load_or_create_key(directory / "ca" / "assignment.key")
 
     def get(self, peer: PeerIdentity) -> Identity:
-        """COORDINATOR's, KEEPER's or OWNER's; a new one once two thirds of its life are over.
+        """COORDINATOR's, KEEPER's or OWNER's; a new one when it is due.
 
         OWNER's is also written to `owner/`, for the commands of this machine.
         """
@@ -47,7 +47,7 @@ class OwnIdentities:
             raise ValueError(f"{peer.id} enrols by an invite")
         with self._lock:
             known = self._current.get(peer)
-            if known is None or self._wall() >= known.renew_at_s:
+            if known is None or known.is_due(self._wall()):
                 known = self.ca.issue_identity(peer, self._wall())
                 if peer == OWNER:
                     known.save(self._directory / "owner")

@@ -279,6 +279,13 @@ class Identity:
         not_before_s, not_after_s = validity(read_certificate(self.certificate_pem))
         return not_before_s + (not_after_s - not_before_s) * 2 / 3
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether a new certificate is wanted at `now_s`, seconds since 1970: two thirds of its life are over, or it
+        has not begun. The latter after a clock came back that was ahead when the certificate was made.
+        """
+        not_before_s, _ = validity(read_certificate(self.certificate_pem))
+        return not not_before_s <= now_s < self.renew_at_s
+
     @classmethod
     def from_pem(cls, key_pem: bytes, certificate_pem: bytes, ca_pem: bytes) -> Identity:
         """Checked to belong together.

@@ -958,6 +958,7 @@ class StartKeeper(_message.Message):
     KEEP_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
     TENSOR_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    WALL_TIME_S_FIELD_NUMBER: _builtins.int
     key_pem: _builtins.bytes
     """PEM: the keeper's own key, certificate and the job's CA."""
     certificate_pem: _builtins.bytes
@@ -975,6 +976,8 @@ class StartKeeper(_message.Message):
     job: _builtins.str
     tensor_limit_bytes: _builtins.int
     """As in Assignment."""
+    wall_time_s: _builtins.float
+    """The coordinator's clock, by which assignments are judged; as in Welcome."""
     @_builtins.property
     def assignment(self) -> _control_pb2.SignedAssignment:
         """What the keeper shows to peers."""
@@ -999,10 +1002,11 @@ class StartKeeper(_message.Message):
         keep: _builtins.int = ...,
         job: _builtins.str = ...,
         tensor_limit_bytes: _builtins.int = ...,
+        wall_time_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertise_hosts", b"advertise_hosts", "assignment", b"assignment", "assignment_key_der", b"assignment_key_der", "ca_pem", b"ca_pem", "certificate_pem", b"certificate_pem", "checkpoint_url", b"checkpoint_url", "job", b"job", "job_directory", b"job_directory", "keep", b"keep", "key_pem", b"key_pem", "listen_host", b"listen_host", "listen_port", b"listen_port", "tensor_limit_bytes", b"tensor_limit_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertise_hosts", b"advertise_hosts", "assignment", b"assignment", "assignment_key_der", b"assignment_key_der", "ca_pem", b"ca_pem", "certificate_pem", b"certificate_pem", "checkpoint_url", b"checkpoint_url", "job", b"job", "job_directory", b"job_directory", "keep", b"keep", "key_pem", b"key_pem", "listen_host", b"listen_host", "listen_port", b"listen_port", "tensor_limit_bytes", b"tensor_limit_bytes", "wall_time_s", b"wall_time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

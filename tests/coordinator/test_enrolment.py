@@ -313,6 +313,19 @@ def test_own_identities_are_renewed_at_two_thirds(authority, clock, tmp_path: Pa
         authority.identity(PeerIdentity("w" + "0" * 16, Role.WORKER))
 
 
+@pytest.mark.parametrize("ahead_s", [DAY, 30 * DAY])
+def test_certificates_made_by_a_clock_that_was_ahead_are_replaced_when_it_is_right(authority, clock, ahead_s):
+    before = {peer: authority.identity(peer) for peer in (COORDINATOR, KEEPER, OWNER)}
+    clock.now += ahead_s
+    for peer in before:
+        authority.identity(peer)
+    clock.now -= ahead_s
+    authority.renew_own()
+    for peer in before:
+        not_before_s, not_after_s = validity(read_certificate(authority.identity(peer).certificate_pem))
+        assert not_before_s <= clock.now < not_after_s, "others, whose clocks never jumped, accept it at once"
+
+
 def test_a_damaged_directory_is_told(tmp_path: Path, clock: _Clock):
     _authority(tmp_path, clock)
     (tmp_path / "ca" / "assignment.key").write_bytes(b"rubbish")

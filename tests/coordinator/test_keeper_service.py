@@ -81,7 +81,7 @@ async def port(tmp_path: Path) -> AsyncIterator[Port]:
     library = StateLibrary(Path(weights_url(directory)), str(directory / "checkpoints"))
     server = make_server(DATA, [RoleGuard(DATA_POLICY)])
     admission = Admission("test", AssignmentSigner(KEY, "test").key_der)
-    service = KeeperService(library, admission, stalled_after_s=0.5)
+    service = KeeperService(library, admission, now_wall_s=time.time, stalled_after_s=0.5)
     data_pb2_grpc.add_DataServicer_to_server(service, server)
     number = bind(server, "127.0.0.1", 0, server_credentials(authority.issue_identity(KEEPER, time.time())))
     await server.start()

@@ -140,6 +140,15 @@ def test_two_thirds(authority: CertificateAuthority):
     identity = authority.issue_identity(KEEPER, NOW)
     assert identity.not_after_s == NOW + WEEK
     assert identity.renew_at_s == pytest.approx(NOW - 3600 + (WEEK + 3600) * 2 / 3)
+    assert [
+        identity.is_due(t) for t in (NOW - 3601, NOW - 3600, identity.renew_at_s - 1, identity.renew_at_s)
+    ] == [
+        # Made while the clock was ahead, which has come back: nobody would accept it for long.
+        True,
+        False,
+        False,
+        True,
+    ]
 
 
 # ------------------------------------------------------------------ requests

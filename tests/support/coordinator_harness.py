@@ -301,7 +301,7 @@ class FakeDonor:
 async def open_donor(identity: Identity, job: str, assignment_key_der: bytes) -> FakeDonor:
     library = FakeLibrary()
     server = make_server(DATA, [RoleGuard(DATA_POLICY)])
-    service = KeeperService(library, Admission(job, assignment_key_der))  # type: ignore[arg-type]
+    service = KeeperService(library, Admission(job, assignment_key_der), now_wall_s=time.time)  # type: ignore[arg-type]
     data_pb2_grpc.add_DataServicer_to_server(service, server)
     port = bind(server, "127.0.0.1", 0, server_credentials(identity))
     await server.start()

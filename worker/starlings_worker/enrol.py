@@ -102,7 +102,7 @@ async def ensure_membership(
         # The coordinator has moved. Renewing there brings its new control addresses too, and uses no token up.
         merged = dict.fromkeys((*invite.addresses, *known.enrolment_addresses))
         known = replace(known, enrolment_addresses=tuple(merged)[:ADDRESS_LIMIT])
-    elif wall() < known.identity.renew_at_s:
+    elif not known.identity.is_due(wall()):
         return Enrolled(known)
     try:
         return await renew(known, directory, wall=wall)
@@ -127,7 +127,8 @@ async def enrol(
         raise RefusedError(
             Refusal.INVITE_EXPIRED,
             f"This invite expired at {spoken_time(invite.expires_s)}, {spoken_duration(now_s - invite.expires_s)} ago "
-            "by this machine's clock: ask the owner for a new one (starlings invite create).",
+            "by this machine's clock: ask the owner for a new one (starlings invite create), or set the clock if it is "
+            "wrong.",
         )
     reached = await find_coordinator(invite.addresses, invite.pin, now_s)
     # Written before it is used: whatever happens next, the same key is tried again.
@@ -183,7 +184,7 @@ async def keep_renewed(
     """
     while True:
         await sleep(RENEWAL_CHECK_S)
-        if wall() < membership.identity.renew_at_s:
+        if not membership.identity.is_due(wall()):
             continue
         try:
             membership = (await renew(membership, directory, wall=wall)).membership

@@ -9,7 +9,8 @@ from starlings_protos.messages import Hello, PlanReply, ToCoordinator, WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Now:
-    """Three clocks (design section 4): liveness and leases use `monotonic_s`, expiries use `wall_s`."""
+    """Three clocks (design section 4): liveness and leases use `monotonic_s`, expiries use `wall_s`, which
+    never jumps while the process lives."""
 
     monotonic_s: float
     wall_s: float

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from starlings_coordinator.clock import suspend_aware_monotonic_s
 from starlings_coordinator.keeper.library import StateLibrary
 from starlings_coordinator.keeper.pull import Puller
 from starlings_coordinator.keeper.saving import BlockSource, SaveFailed, SaveOrder, save
@@ -17,6 +18,7 @@ from starlings_coordinator.keeper.service import Admission, KeeperService
 from starlings_job.prepared import load_profile, weights_url
 from starlings_job.spec import JobSpec
 from starlings_protos import data_pb2_grpc, pipes, process_pb2
+from starlings_protos.assignments import CoordinatorClock
 from starlings_protos.channels import DATA, bind, make_server, server_credentials
 from starlings_protos.convert import from_proto
 from starlings_protos.errors import PortBusy
@@ -43,7 +45,12 @@ class Keeper:
         self._saving: asyncio.Task[None] | None = None
         self._server = make_server(DATA, [RoleGuard(DATA_POLICY)])
         admission = Admission(start.job, start.assignment_key_der)
-        data_pb2_grpc.add_DataServicer_to_server(KeeperService(self._library, admission), self._server)
+        # On the same machine, so that both monotonic clocks are one; learnt a moment late, as by a worker.
+        clock = CoordinatorClock.learnt(start.wall_time_s, suspend_aware_monotonic_s())
+        service = KeeperService(
+            self._library, admission, now_wall_s=lambda: clock.wall_s(suspend_aware_monotonic_s())
+        )
+        data_pb2_grpc.add_DataServicer_to_server(service, self._server)
 
     async def open(self) -> None:
         """Opens the port and says where.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -57,8 +57,15 @@ class Admission:
 
 class KeeperService(data_pb2_grpc.DataServicer):
     def __init__(
-        self, library: StateLibrary, admission: Admission, *, stalled_after_s: float = STALLED_AFTER_S
+        self,
+        library: StateLibrary,
+        admission: Admission,
+        *,
+        now_wall_s: Callable[[], float],
+        stalled_after_s: float = STALLED_AFTER_S,
     ) -> None:
+        """`now_wall_s`: seconds since 1970 by the coordinator's clock."""
+        self._now_wall_s = now_wall_s
         self._library = library
         self._admission = admission
         self._stalled_after_s = stalled_after_s
@@ -82,7 +89,7 @@ class KeeperService(data_pb2_grpc.DataServicer):
     ) -> None:
         """Not a generator: writing ourselves is what lets a stalled reader be noticed."""
         try:
-            caller = self._admission.check(context, time.time())
+            caller = self._admission.check(context, self._now_wall_s())
             _check_request(request)
         except RefusedError as error:
             await abort_with(context, error)
