@@ -33,10 +33,10 @@ def write_private(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Makes a rename last; not every system can open a directory, and those that cannot do it by themselves."""
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)

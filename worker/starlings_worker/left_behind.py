@@ -7,7 +7,6 @@ A version is built in a folder of another name and renamed when all of it is on 
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import re
@@ -21,6 +20,7 @@ from pathlib import Path
 from starlings_job.errors import CheckpointError, disk_full_explained
 from starlings_job.safetensors_io import header_bytes, read_buffer
 from starlings_job.state import Tensorlike, block_digest
+from starlings_protos.private_files import sync_directory
 from starlings_protos.state_transfer import ServedBlock, StateTensor
 from starlings_worker.serving import NotHeld
 from starlings_worker.snapshots import only_parameters
@@ -64,7 +64,7 @@ def leave_behind(cache: Path, version: int, blocks: Mapping[str, Mapping[str, Te
                     byte_count += _write(building / f"{block}{_SUFFIX}", tensors)
                     digests[block] = digest.result()
             os.rename(building, final)
-            _sync_folder(folder)
+            sync_directory(folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -81,16 +81,6 @@ def _write(path: Path, tensors: Mapping[str, Tensorlike]) -> int:
         file.flush()
         os.fsync(file.fileno())
         return file.tell()
-
-
-def _sync_folder(folder: Path) -> None:
-    """The rename too. Not every system lets a folder be opened."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 class DiskShelf:

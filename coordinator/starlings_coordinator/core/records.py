@@ -30,7 +30,7 @@ class WorkerAdmitted:
     worker_id: WorkerId
     incarnation: int
     device: str
-    # What it said of itself; a restarted coordinator knows the life again by its nonce. (None in logs before 0.2.)
+    # What it said of itself; a restarted coordinator knows the life again by its nonce. (None in old logs.)
     hello: Hello | None = None
     kind: Literal["worker_admitted"] = "worker_admitted"
 
