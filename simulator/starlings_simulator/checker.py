@@ -65,6 +65,9 @@ class Checker:
     ever_committed: int = 0
     void: set[tuple[int, int]] = field(default_factory=set)
     rewinds: int = 0
+    # The first plan of the present line of versions: what was loaded under earlier ones may be of a line that is void,
+    # and come when its versions exist again, with other bits.
+    line_since: int = 0
     # Spans that were fetched, per worker: one resync is one of them.
     downloads: Counter[WorkerId] = field(default_factory=Counter)
 
@@ -83,7 +86,7 @@ class Checker:
                 f"{worker_id} becomes a holder at version {assignment.version}, and has caught up to {reached} only",
             )
         self.observing.discard(worker_id)
-        self.rewound(assignment.version)
+        self.rewound(assignment.version, assignment.plan_version)
         if assignment.plan_version > self.plan_version:
             self.plan_version, self.planned_at_s = assignment.plan_version, now_s
             self.holders = {peer.worker_id: peer.span for peer in assignment.peers if peer.span is not None}
@@ -94,11 +97,12 @@ class Checker:
     def said_prepared(self, worker_id: WorkerId, message: Prepared) -> None:
         self.prepared.setdefault((message.step, message.attempt), set()).add(worker_id)
 
-    def rewound(self, version: int) -> None:
-        """The job goes on from an older version: what was committed after it is void."""
+    def rewound(self, version: int, plan_version: int) -> None:
+        """The job goes on from an older version under a new plan: what was committed after it is void."""
         if version >= self.highest_version:
             return
         self.rewinds += 1
+        self.line_since = plan_version
         bare = [stage for stage in range(self.stage_count) if self._has_lost(stage)]
         require(
             bool(bare) or self.harmed is None,
@@ -151,8 +155,14 @@ class Checker:
         self.steps_applied += 1
 
     def holds(self, worker_id: WorkerId, device: Device) -> None:
+        if self._is_of_a_void_line(device):
+            return
         for block, state in device.states.items():
             self._is_right(worker_id, device.version, block, state, device.numeric_class + device.lineage)
+
+    def _is_of_a_void_line(self, device: Device) -> bool:
+        """With one numeric class every line has the same states."""
+        return self.reference is None and device.plan_version < self.line_since
 
     def _is_right(
         self, who: str, version: int, block: int, state: str, numeric_class: str | None = None
@@ -198,13 +208,15 @@ class Checker:
 
     def loaded(self, worker_id: WorkerId, device: Device, *, observes: bool = False) -> None:
         """A span came from the keeper; where classes differ, its state is of one class and now everybody's."""
+        self.downloads[worker_id] += 1
+        if self._is_of_a_void_line(device):
+            return
         if observes and len({numeric_class for _, _, numeric_class in self.states}) > 1:
             device.lineage = f" as {worker_id} copied it at version {device.version}"
         if len({numeric_class for _, _, numeric_class in self.states} | {device.numeric_class}) > 1:
             for block, state in device.states.items():
                 self.states[device.version, block, device.numeric_class] = state
         self.holds(worker_id, device)
-        self.downloads[worker_id] += 1
 
     def granted(self, worker_id: WorkerId, lease: Lease) -> None:
         if lease.key.kind is not LeaseKind.TRAIN:

@@ -39,7 +39,12 @@ class Fetching:
             self._engine.handle(LoadFailed(assignment.plan_version, "no donor answered"))
             return
         engine.device = Device(
-            assignment.stages, assignment.span, assignment.version, states, self._engine.spec.numeric_class
+            assignment.stages,
+            assignment.span,
+            assignment.version,
+            states,
+            self._engine.spec.numeric_class,
+            plan_version=assignment.plan_version,
         )
         self._engine.world.checker.assigned(assignment)
         self._engine.world.checker.loaded(worker_id, engine.device, observes=assignment.observer)

@@ -129,6 +129,8 @@ class Device:
     numeric_class: str = ""
     # Set where the first state came from replicas of another numeric class: then it need not equal its own class's.
     lineage: str = ""
+    # Under which it was loaded.
+    plan_version: int = 0
     gradients: dict[int, Counter[Tag]] = field(default_factory=dict)
     vectors: dict[str, Vector] = field(default_factory=dict)
 

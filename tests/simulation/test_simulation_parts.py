@@ -20,8 +20,10 @@ from starlings_protos.messages import (
     Refusal,
     Span,
     Stage,
+    StepCommitted,
     WorkerId,
 )
+from starlings_simulator.checker import Checker
 from starlings_simulator.clock import Clock
 from starlings_simulator.network import (
     NOT_CONNECTED,
@@ -242,6 +244,34 @@ def test_the_mean_of_equal_states_is_that_state_and_of_unlike_ones_the_same_new_
     mixed = average(("x", "z"))
     assert mixed[0] == mixed[1]
     assert mixed[0] not in ("x", "z")
+
+
+def test_what_was_loaded_of_a_void_line_says_nothing_about_the_present_one() -> None:
+    def at_version_one(numeric_class: str, plan_version: int) -> Device:
+        one = trained(0)
+        one.numeric_class, one.plan_version = numeric_class, plan_version
+        one.apply(0, 0.1, 1.0)
+        return one
+
+    def commit(checker: Checker) -> None:
+        checker.prepared[0, 0] = {WorkerId("w")}
+        checker.step_committed(StepCommitted(0, 0, 0.1, 1.0, 1.0))
+
+    checker = Checker(1)
+    checker.loaded(WorkerId("a"), device("a"))
+    checker.loaded(WorkerId("b"), device("b"))
+    commit(checker)
+    checker.rewound(0, plan_version=2)
+    copied = at_version_one("a", plan_version=1)
+    copied.numeric_class = "b"
+    # The copy was under way when the others went back; it ends before there is a version 1 again, and after.
+    checker.loaded(WorkerId("b"), copied, observes=True)
+    commit(checker)
+    checker.holds(WorkerId("b"), at_version_one("b", plan_version=2))
+    checker.loaded(WorkerId("b"), copied, observes=True)
+    copied.plan_version = 2
+    with pytest.raises(Inconsistent):
+        checker.holds(WorkerId("b"), copied)
 
 
 def test_a_transcript_is_readable_and_its_digest_tells_runs_apart() -> None:

@@ -29,6 +29,11 @@ def test_thousands_of_swarms_keep_their_promises(seeds: range) -> None:
     run_all(seeds)
 
 
+def test_a_copy_that_ends_after_a_rewind_is_of_no_present_version() -> None:
+    """Two numeric classes; who copies from the other one hears that the job went back before its copy is complete."""
+    assert run(10780).rewinds == 1
+
+
 def test_the_fast_seeds_meet_what_they_are_for() -> None:
     """A suite of calm runs would prove nothing: these seeds hold every kind of fault, in every moment."""
     faults = [fault for seed in range(FAST) for fault in draw(seed).faults]
