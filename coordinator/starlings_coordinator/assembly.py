@@ -232,7 +232,8 @@ class Coordinator:
         )
         hosts = [f"{h}:{control}" for h in self.hosts]
         local = f"{local_host(host)}:{control}"
-        self.authority.serve_at([f"{h}:{enrolment}" for h in self.hosts], hosts)
+        bus_url = self.job.spec.bus.url or ""
+        self.authority.serve_at([f"{h}:{enrolment}" for h in self.hosts], hosts, bus_url)
         self.authority.identity(OWNER)  # written to owner/
         found = Endpoints(
             tuple(dict.fromkeys([local, *hosts])), tuple(f"{h}:{enrolment}" for h in self.hosts), os.getpid()

@@ -62,6 +62,16 @@ class EnrolmentLimits:
 
 
 DEFAULT_LIMITS = EnrolmentLimits()
+# What is said to who means to be something else than the invite is for.
+_OTHER_ROLE = {
+    Role.WORKER: (
+        "This invite is for workers, who come with `starlings join`: ask the owner for one to look on with "
+        "(starlings invite create --role observer)."
+    ),
+    Role.OBSERVER: (
+        "This invite is for looking on, with `starlings watch`: ask the owner for a worker's (starlings invite create)."
+    ),
+}
 _EVERYBODY = "all addresses together"
 # Calls that wait for the authority's one lock; more are sent away at once, and a worker comes back by itself.
 CALLS_AT_ONCE = 256
@@ -102,6 +112,7 @@ class EnrolmentAuthority:
         self._book = TokenBook(journal or FileJournal(directory / "ca" / "tokens.jsonl"))
         self._enrolment_addresses: tuple[Address, ...] = ()
         self._control_addresses: tuple[str, ...] = ()
+        self._bus_url = ""
 
     @property
     def ca(self) -> CertificateAuthority:
@@ -120,8 +131,8 @@ class EnrolmentAuthority:
         """Call once an hour or so. Who got a new certificate; KEEPER's must be passed on to it."""
         return self._own.renew()
 
-    def serve_at(self, enrolment: Sequence[str], control: Sequence[str]) -> None:
-        """The "host:port" addresses that go into invites, and those that a worker is told when it joins.
+    def serve_at(self, enrolment: Sequence[str], control: Sequence[str], bus_url: str = "") -> None:
+        """The "host:port" addresses that go into invites, and those that a worker is told when it joins; and the bus.
 
         Raises:
             ValueError: none, more than an invite can hold, or one that is no address.
@@ -131,6 +142,7 @@ class EnrolmentAuthority:
             raise ValueError(f"between one and {ADDRESS_LIMIT} enrolment and control addresses are needed")
         self._enrolment_addresses = found
         self._control_addresses = tuple(str(parse_address(text)) for text in control)
+        self._bus_url = bus_url
 
     # -------------------------------------------------------------- the owner's commands
 
@@ -212,13 +224,16 @@ class EnrolmentAuthority:
         except PeerFault as error:
             raise RefusedError(Refusal.MALFORMED, f"The request cannot be used: {error}.") from None
         role = Role(token.created.role)
+        if request.role and request.role != role:
+            raise RefusedError(Refusal.INVITE_WRONG, _OTHER_ROLE[role])
         peer = PeerIdentity(key_id(public_key, role), role)
         verdict = tokens.redeem(self._book.table, token, peer.id)
         if isinstance(verdict, Denied):
             raise RefusedError(verdict.refusal, verdict.message)
         if peer.id not in token.workers:
             self._book.record((verdict,))
-            self._observe("join", f"{peer.id} joined from {source or 'an unknown address'}")
+            what = "joined" if role is Role.WORKER else "may look on,"
+            self._observe("join", f"{peer.id} {what} from {source or 'an unknown address'}")
         return self._reply(public_key, peer, now_s)
 
     def renew(self, request: control_pb2.RenewRequest, source: str) -> control_pb2.EnrolReply:
@@ -269,6 +284,7 @@ class EnrolmentAuthority:
             control_addresses=self._control_addresses,
             not_after_s=validity(read_certificate(certificate_pem))[1],
             wall_time_s=self._wall(),
+            bus_url=self._bus_url,
         )
 
     def _admit(self, source: str) -> None:

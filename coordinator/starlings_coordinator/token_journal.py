@@ -88,6 +88,20 @@ class FileJournal:
         complete, _, rest = data.rpartition(b"\n")
         if rest:
             os.truncate(self._path, len(data) - len(rest))
+        return self._parse(complete)
+
+    def peek(self) -> tuple[TokenRecord, ...]:
+        """The records so far, also while a coordinator appends others: changes nothing.
+
+        Raises:
+            UsageError: as `read`.
+        """
+        try:
+            return self._parse(self._path.read_bytes().rpartition(b"\n")[0])
+        except FileNotFoundError:
+            return ()
+
+    def _parse(self, complete: bytes) -> tuple[TokenRecord, ...]:
         records = []
         for number, line in enumerate(complete.splitlines(), 1):
             try:

@@ -6,6 +6,9 @@ what the invite's pin names.
 
 from __future__ import annotations
 
+import ipaddress
+import re
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -35,6 +38,12 @@ CERTIFICATE_LIFETIME_S = 7 * 86400.0
 CA_LIFETIME_S = 20 * 365 * 86400.0
 # A fresh certificate is already valid for clocks that are behind.
 BACKDATED_S = 3600.0
+# A broker's files are renewed by hand.
+BROKER_LIFETIME_S = 365 * 86400.0
+# Names that our own servers go by: no broker may have one.
+_OUR_DOMAIN = "starlings"
+
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?")
 
 _SERVES = frozenset({Role.WORKER, Role.KEEPER, Role.COORDINATOR})
 _CALLS = frozenset({Role.WORKER, Role.KEEPER, Role.OWNER, Role.OBSERVER})
@@ -148,8 +157,51 @@ class CertificateAuthority:
         certificate_pem = self.issue(key.public_key(), peer, now_s, lifetime_s)
         return Identity(peer, key_to_pem(key), certificate_pem, self.certificate_pem)
 
+    def issue_broker(
+        self,
+        public_key: ec.EllipticCurvePublicKey,
+        hosts: Sequence[str],
+        now_s: float,
+        lifetime_s: float = BROKER_LIFETIME_S,
+    ) -> bytes:
+        """A certificate for an MQTT broker at `hosts` (DNS names or IP addresses), PEM.
+
+        It serves TLS under these names and nothing else: it names no id and no role, and no port of ours takes it.
+
+        Raises:
+            ValueError: no hosts, or one that no broker can have.
+        """
+        names = [_host_name(host) for host in hosts]
+        if not names:
+            raise ValueError("a broker needs a name or an address")
+        subject = x509.Name([x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, "broker")])
+        builder = (
+            _builder(subject, self.certificate.subject, public_key, now_s, lifetime_s)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_key_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False
+            )
+        )
+        return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
     def has_issued(self, certificate: x509.Certificate) -> bool:
         return is_issued_by(certificate, self.certificate)
+
+
+def _host_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        pass
+    labels = host.lower().rstrip(".").split(".")
+    if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
+        raise ValueError(f"{host!r} is no host name or address (without a port)")
+    if labels[-1] == _OUR_DOMAIN:
+        raise ValueError(f"{host!r} cannot be a broker's name: Starlings uses .{_OUR_DOMAIN} itself")
+    return x509.DNSName(".".join(labels))
 
 
 def _builder(

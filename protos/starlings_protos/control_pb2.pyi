@@ -44,7 +44,7 @@ Global___ExchangePurpose: _TypeAlias = ExchangePurpose  # noqa: Y015
 
 @_typing.final
 class EnrolRequest(_message.Message):
-    """What a machine with an invite sends to become a worker of the job."""
+    """What a machine with an invite sends to become a worker of the job, or an observer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -55,6 +55,7 @@ class EnrolRequest(_message.Message):
     PROTOCOL_MIN_FIELD_NUMBER: _builtins.int
     PROTOCOL_MAX_FIELD_NUMBER: _builtins.int
     WALL_TIME_S_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     token_id: _builtins.str
     """Public id of the invite's token."""
     token_secret: _builtins.str
@@ -68,6 +69,10 @@ class EnrolRequest(_message.Message):
     protocol_max: _builtins.int
     wall_time_s: _builtins.float
     """The worker's wall clock, seconds since 1970: the reply says how far it is off."""
+    role: _builtins.str
+    """"worker" or "observer": what the sender means to be. An invite of the other role is refused, and not used up. Empty:
+    whatever the invite is for.
+    """
     def __init__(
         self,
         *,
@@ -78,10 +83,11 @@ class EnrolRequest(_message.Message):
         protocol_min: _builtins.int = ...,
         protocol_max: _builtins.int = ...,
         wall_time_s: _builtins.float = ...,
+        role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["csr_pem", b"csr_pem", "job", b"job", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "token_id", b"token_id", "token_secret", b"token_secret", "wall_time_s", b"wall_time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["csr_pem", b"csr_pem", "job", b"job", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "token_id", b"token_id", "token_secret", b"token_secret", "wall_time_s", b"wall_time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -133,6 +139,7 @@ class EnrolReply(_message.Message):
     CONTROL_ADDRESSES_FIELD_NUMBER: _builtins.int
     NOT_AFTER_S_FIELD_NUMBER: _builtins.int
     WALL_TIME_S_FIELD_NUMBER: _builtins.int
+    BUS_URL_FIELD_NUMBER: _builtins.int
     certificate_pem: _builtins.bytes
     """The worker's certificate, PEM."""
     ca_pem: _builtins.bytes
@@ -143,6 +150,8 @@ class EnrolReply(_message.Message):
     """When the certificate expires, seconds since 1970."""
     wall_time_s: _builtins.float
     """The coordinator's wall clock, seconds since 1970."""
+    bus_url: _builtins.str
+    """The job's MQTT bus, "mqtts://host:port"; empty when it has none."""
     @_builtins.property
     def control_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Control addresses "host:port", in the order to try."""
@@ -156,10 +165,11 @@ class EnrolReply(_message.Message):
         control_addresses: _abc.Iterable[_builtins.str] | None = ...,
         not_after_s: _builtins.float = ...,
         wall_time_s: _builtins.float = ...,
+        bus_url: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ca_pem", b"ca_pem", "certificate_pem", b"certificate_pem", "control_addresses", b"control_addresses", "not_after_s", b"not_after_s", "wall_time_s", b"wall_time_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bus_url", b"bus_url", "ca_pem", b"ca_pem", "certificate_pem", b"certificate_pem", "control_addresses", b"control_addresses", "not_after_s", b"not_after_s", "wall_time_s", b"wall_time_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

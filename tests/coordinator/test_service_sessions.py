@@ -112,11 +112,16 @@ async def test_roles_are_kept_apart(running: Running) -> None:
     assert await refusal(Role.OBSERVER, "Status", status) is None
     assert await refusal(Role.OBSERVER, "Stop", stop) is Refusal.NOT_YOU
     assert await refusal(Role.OBSERVER, "CreateInvite", invite) is Refusal.NOT_YOU
+    assert await refusal(Role.OBSERVER, "ListInvites", control_pb2.ListInvitesRequest()) is Refusal.NOT_YOU
+    assert await refusal(Role.OBSERVER, "RevokeInvite", control_pb2.RevokeInviteRequest()) is Refusal.NOT_YOU
     assert await refusal(Role.WORKER, "Status", status) is Refusal.NOT_YOU
     stub, channel = running.owner()
-    async with channel:
-        code = await _ended(stub.Session(), control_pb2.ToCoordinator())
-        assert code is grpc.StatusCode.PERMISSION_DENIED
+    async with channel, control_channel(running.control, running.worker_identity(Role.OBSERVER)) as looking:
+        for sessions in (stub, control_pb2_grpc.ControlStub(looking)):
+            code = await _ended(sessions.Session(), control_pb2.ToCoordinator())
+            assert code is grpc.StatusCode.PERMISSION_DENIED
+        watched = await control_pb2_grpc.ControlStub(looking).Watch(status).read()
+        assert watched.job == "test"
 
 
 async def test_silent_stream_is_ended(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

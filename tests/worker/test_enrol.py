@@ -65,9 +65,28 @@ async def test_joining(tmp_path: Path):
 
 async def test_an_observer(tmp_path: Path):
     async with enrolment_world(tmp_path / "job") as world:
-        membership = (await enrol(world.invite(role="observer"), tmp_path / "o")).membership
+        world.authority.serve_at(
+            [f"127.0.0.1:{world.port}"], ["127.0.0.1:7700"], "mqtts://bus.example.org:8883"
+        )
+        invite = world.invite(role="observer")
+        membership = (await ensure_membership(tmp_path / "o", invite, role=Role.OBSERVER)).membership
         assert membership.identity.peer.role is Role.OBSERVER
         assert membership.worker_id.startswith("o")
+        assert membership.bus_url == "mqtts://bus.example.org:8883"
+        assert Membership.load(tmp_path / "o") == membership
+        assert ("join", f"{membership.worker_id} may look on, from 127.0.0.1") in world.events
+        with pytest.raises(UsageError, match="identity of the observer"):
+            await ensure_membership(tmp_path / "o", invite)
+
+
+async def test_an_invite_makes_nothing_but_what_it_is_for_and_is_not_used_up_by_trying(tmp_path: Path):
+    async with enrolment_world(tmp_path / "job") as world:
+        looking, working = world.invite(role="observer", uses=1), world.invite(uses=1)
+        await _refused(Refusal.INVITE_WRONG, 4, enrol(looking, tmp_path / "w"), "starlings watch")
+        as_observer = enrol(working, tmp_path / "o", role=Role.OBSERVER)
+        await _refused(Refusal.INVITE_WRONG, 4, as_observer, "starlings join.*--role observer")
+        assert (await enrol(looking, tmp_path / "o", role=Role.OBSERVER)).membership.worker_id.startswith("o")
+        assert (await enrol(working, tmp_path / "w")).membership.worker_id.startswith("w")
 
 
 async def test_a_member_needs_neither_network_nor_a_valid_invite(tmp_path: Path):

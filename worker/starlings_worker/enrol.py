@@ -32,6 +32,7 @@ from starlings_protos.errors import (
 )
 from starlings_protos.identity import (
     Identity,
+    Role,
     is_issued_by,
     key_from_pem,
     key_id,
@@ -50,6 +51,7 @@ from starlings_worker.membership import ADDRESS_LIMIT, Membership
 
 CALL_TIMEOUT_S = 10.0
 RENEWAL_CHECK_S = 300.0
+BUS_URL_LIMIT = 300
 # As long as the source of a flood needs to be let in again.
 PATIENCE_S = 60.0
 _NOT_NOW = (Refusal.BUSY, Refusal.LIMIT)
@@ -71,7 +73,12 @@ class Enrolled:
 
 
 async def ensure_membership(
-    directory: Path, invite: Invite | None, *, wall: Clock = time.time, patience_s: float = PATIENCE_S
+    directory: Path,
+    invite: Invite | None,
+    *,
+    role: Role = Role.WORKER,
+    wall: Clock = time.time,
+    patience_s: float = PATIENCE_S,
 ) -> Enrolled:
     """Whatever is needed to be a member: nothing, a renewal, or joining with the invite.
 
@@ -79,11 +86,12 @@ async def ensure_membership(
     with the same command for ever.
 
     Args:
+        role: WORKER or OBSERVER: what the invite must be for.
         patience_s: how long to go on trying while the coordinator says that it is busy or that too many come from
             here.
 
     Raises:
-        UsageError: no invite and no membership, or the directory belongs to another job.
+        UsageError: no invite and no membership, or the directory belongs to another job, or to another role.
         RefusedError: the coordinator said no. Unreachable: it cannot be reached. ClockSkewed: nor could it be
         trusted. OSError: the directory cannot be written.
     """
@@ -93,7 +101,12 @@ async def ensure_membership(
     if known is None or (invite is not None and known.job == invite.job and known.pin != invite.pin):
         # Or the job was set up anew under the same name: its new CA knows nobody.
         assert invite is not None
-        return await enrol(invite, directory, wall=wall, patience_s=patience_s)
+        return await enrol(invite, directory, role=role, wall=wall, patience_s=patience_s)
+    if known.identity.peer.role is not role:
+        raise UsageError(
+            f"{directory} holds the identity of the {known.identity.peer.role.value} {known.worker_id}: "
+            "give another --dir."
+        )
     if invite is not None and known.job != invite.job:
         raise UsageError(
             f"{directory} belongs to the job {known.job!r}, the invite is for {invite.job!r}: give another --dir."
@@ -113,7 +126,12 @@ async def ensure_membership(
 
 
 async def enrol(
-    invite: Invite, directory: Path, *, wall: Clock = time.time, patience_s: float = 0.0
+    invite: Invite,
+    directory: Path,
+    *,
+    role: Role = Role.WORKER,
+    wall: Clock = time.time,
+    patience_s: float = 0.0,
 ) -> Enrolled:
     """Joins with an invite and writes the membership to `directory`. The key there is used if there is one, so the
     worker keeps its id.
@@ -143,10 +161,12 @@ async def enrol(
             protocol_min=PROTOCOL_MIN,
             protocol_max=PROTOCOL_MAX,
             wall_time_s=wall_time_s,
+            role=role.value,
         )
 
     reply, skew_s = await _patiently(lambda: _call(reached, "Enrol", request, wall), patience_s)
-    membership = _accept(reply, key, reached, invite.job, _first(reached.address, invite.addresses))
+    addresses = _first(reached.address, invite.addresses)
+    membership = _accept(reply, key, role, reached, invite.job, addresses)
     await asyncio.to_thread(membership.save, directory)
     return Enrolled(membership, skew_s, skew_notice(skew_s))
 
@@ -161,7 +181,7 @@ async def renew(known: Membership, directory: Path, *, wall: Clock = time.time) 
     key = key_from_pem(known.identity.key_pem)
     reply, skew_s = await _call(reached, "Renew", lambda now_s: make_renewal(known.identity, now_s), wall)
     addresses = _first(reached.address, known.enrolment_addresses)
-    membership = _accept(reply, key, reached, known.job, addresses)
+    membership = _accept(reply, key, known.identity.peer.role, reached, known.job, addresses)
     if membership.worker_id != known.worker_id:
         raise PeerFault(f"The coordinator renewed {known.worker_id} as {membership.worker_id}.")
     await asyncio.to_thread(membership.save, directory)
@@ -243,6 +263,7 @@ async def _call(
 def _accept(
     reply: control_pb2.EnrolReply,
     key: ec.EllipticCurvePrivateKey,
+    role: Role,
     reached: Reached,
     job: str,
     enrolment_addresses: tuple[Address, ...],
@@ -260,7 +281,9 @@ def _accept(
         identity = Identity.from_pem(key_to_pem(key), reply.certificate_pem, ca_pem)
     except UsageError as error:
         raise PeerFault(f"The coordinator sent a certificate that does not fit: {error}.") from None
-    if identity.id != reply.worker_id or identity.id != key_id(key.public_key(), identity.peer.role):
+    if identity.peer.role is not role:
+        raise PeerFault(f"The coordinator sent a certificate of another role: {identity.peer.role.value}.")
+    if identity.id != reply.worker_id or identity.id != key_id(key.public_key(), role):
         raise PeerFault("The coordinator sent a certificate for another id.")
     if not 1 <= len(reply.control_addresses) <= ADDRESS_LIMIT:
         raise PeerFault(f"The coordinator names {len(reply.control_addresses)} control addresses.")
@@ -270,7 +293,7 @@ def _accept(
         raise PeerFault(f"The coordinator names a control address that is none: {error}.") from None
     # The host that just worked most likely works again.
     control = tuple(sorted(control, key=lambda a: a.host != reached.address.host))
-    return Membership(job, identity, enrolment_addresses, control)
+    return Membership(job, identity, enrolment_addresses, control, reply.bus_url[:BUS_URL_LIMIT])
 
 
 def _first(best: Address, addresses: tuple[Address, ...]) -> tuple[Address, ...]:

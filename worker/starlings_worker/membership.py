@@ -1,4 +1,7 @@
-"""What a worker's directory remembers of a job it joined: key, certificate, CA, and where the coordinator is."""
+"""What a worker's directory remembers of a job it joined: key, certificate, CA, and where the coordinator is.
+
+An observer's is alike.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ class Membership:
     # In the order to try.
     enrolment_addresses: tuple[Address, ...]
     control_addresses: tuple[Address, ...]
+    # Of the job's MQTT bus; "" when it has none, or had none when the certificate was made.
+    bus_url: str = ""
 
     @property
     def worker_id(self) -> str:
@@ -66,6 +71,7 @@ class Membership:
                 identity,
                 tuple(parse_address(text) for text in fields["enrolment"]),
                 tuple(parse_address(text) for text in fields["control"]),
+                str(fields.get("bus", "")),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
             raise UsageError(
@@ -77,10 +83,11 @@ class Membership:
 def _to_toml(membership: Membership) -> str:
     # JSON's strings and lists of strings are TOML's too, as long as they are ASCII.
     lines = (
-        "# Written by `starlings join`; deleting this directory forgets the job.",
+        "# Written by `starlings join` or `watch`; deleting this directory forgets the job.",
         f"job = {json.dumps(membership.job)}",
         f"worker_id = {json.dumps(membership.worker_id)}",
         f"enrolment = {json.dumps([str(a) for a in membership.enrolment_addresses])}",
         f"control = {json.dumps([str(a) for a in membership.control_addresses])}",
+        f"bus = {json.dumps(membership.bus_url)}",
     )
     return "\n".join(lines) + "\n"
