@@ -43,6 +43,9 @@ PURE = (
     "job/starlings_job/profile.py",
     "compression/starlings_compression/spec.py",
     "compression/starlings_compression/sizes.py",
+    "compression/starlings_compression/families.py",
+    "compression/starlings_compression/policy.py",
+    "compression/starlings_compression/layout.py",
     "cli/starlings/views",
 )
 IMPURE = {

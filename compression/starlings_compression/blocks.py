@@ -19,9 +19,10 @@ import torch
 
 from starlings_compression.codec import Codec, Reader, check_floating
 from starlings_compression.errors import CodecError
-from starlings_compression.layout import PackedHeader
+from starlings_compression.layout import Form
 from starlings_compression.sizes import block_size
 from starlings_compression.spec import CodecSpec
+from starlings_compression.state import CodecState
 from starlings_compression.tensors import DATA_TYPES, TORCH_TYPES, chunk_elements, view
 
 # Below the smallest normal number machines disagree (some flush to zero), so scales never go there.
@@ -38,8 +39,7 @@ class BlockCodec(Codec):
 
     def __init__(self, spec: CodecSpec) -> None:
         super().__init__(spec)
-        self.block = block_size(spec.elements[0])
-        self.granularity = self.block
+        self.block = block_size(spec.values)
 
     @abstractmethod
     def _scales(self, peaks: torch.Tensor, scales: torch.Tensor, inverses: torch.Tensor) -> None:
@@ -55,7 +55,10 @@ class BlockCodec(Codec):
     def _check_codes(self, codes: torch.Tensor) -> None:
         """Raises CodecError when a code is not finite."""
 
-    def _write(self, flat: torch.Tensor, sections: tuple[memoryview, ...], name: str) -> None:
+    def write(
+        self, values: torch.Tensor, sections: tuple[memoryview, ...], name: str, state: CodecState | None
+    ) -> None:
+        flat = values.view(-1)
         check_floating(DATA_TYPES[flat.dtype], name, self.spec)
         count, device, on_host = flat.numel(), flat.device, flat.device.type == "cpu"
         host_scales, host_codes = view(sections[0], torch.bfloat16), view(sections[1], self.code_type)
@@ -105,8 +108,8 @@ class BlockCodec(Codec):
         codes.copy_(scaled.view(-1))
         return worst
 
-    def _reader(self, header: PackedHeader, sections: tuple[memoryview, ...], device: torch.device) -> Reader:
-        check_floating(header.data_type, "packed tensor", self.spec)
+    def reader(self, form: Form, sections: tuple[memoryview, ...], device: torch.device) -> Reader:
+        check_floating(form.data_type, "packed tensor", self.spec)
         scales = view(sections[0], torch.bfloat16).to(torch.float32)
         codes = view(sections[1], self.code_type)
         largest_scale = 0.0
@@ -119,7 +122,7 @@ class BlockCodec(Codec):
         self._check_codes(codes)
         # A product beyond the type becomes the largest finite value: a block may peak at the end of its
         # type's range.
-        largest = min(torch.finfo(TORCH_TYPES[header.data_type]).max, FLOAT32_MAX)
+        largest = min(torch.finfo(TORCH_TYPES[form.data_type]).max, FLOAT32_MAX)
         bound = largest if largest_scale * self.largest_code > largest else None
         return _BlockReader(scales.to(device), codes.to(device), self.block, bound)
 
@@ -146,16 +149,16 @@ class _BlockReader:
     def __init__(self, scales: torch.Tensor, codes: torch.Tensor, block: int, bound: float | None) -> None:
         self._scales = scales
         self._codes = codes
-        self._block = block
+        self.granularity = block
         self._bound = bound
 
     def read(self, start: int, stop: int, into: torch.Tensor) -> None:
         values = into if into.dtype == torch.float32 else torch.empty_like(into, dtype=torch.float32)
         values.copy_(self._codes[start:stop])
-        whole = (stop - start) // self._block
-        first = start // self._block
-        split = whole * self._block
-        values[:split].view(whole, self._block).mul_(self._scales[first : first + whole].unsqueeze(1))
+        whole = (stop - start) // self.granularity
+        first = start // self.granularity
+        split = whole * self.granularity
+        values[:split].view(whole, self.granularity).mul_(self._scales[first : first + whole].unsqueeze(1))
         if split < stop - start:
             values[split:].mul_(self._scales[first + whole])
         if self._bound is not None:

@@ -1,63 +1,81 @@
 """The interface of every codec, and `make_codec`, which builds one from its spec.
 
-    codec = make_codec("int8:128")
+    codec = make_codec("topk:64/4096|int2")
     data = codec.encode(gradient)                                  # bytes, see layout.py
     gradient = codec.decode(data, limit_bytes=64 << 20)            # or CodecError
 
-A codec has no state: it may be shared by threads. What it dropped is kept by `feedback.ErrorFeedback`.
+A codec itself has no state and may be shared by threads. What some remember is in a `state.CodecState` that the
+caller owns; what was dropped is kept by `feedback.ErrorFeedback`.
 """
 
 from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from starlings_compression.errors import CodecError
-from starlings_compression.layout import DataType, PackedHeader, read_packed, write_header
-from starlings_compression.sizes import packed_bytes, section_bytes, wire_bytes
+from starlings_compression.layout import (
+    DataType,
+    Form,
+    Packed,
+    PackedHeader,
+    read_packed,
+    write_header,
+)
+from starlings_compression.sizes import SizeEstimate, packed_bytes, plain_section_bytes, size_estimate
 from starlings_compression.spec import CodecSpec, parse_spec
+from starlings_compression.state import CodecState
 from starlings_compression.tensors import TORCH_TYPES, chunk_elements, data_type_of
 
-Buffer = bytes | bytearray | memoryview
+Buffer = Packed
 
 
 class Reader(Protocol):
     """The values of one Packed. Everything about it was checked before: reading cannot fail."""
 
+    # Reading starts at multiples of this many elements.
+    granularity: int
+
     def read(self, start: int, stop: int, into: torch.Tensor) -> None:
-        """Writes elements start..stop (flat) into `into`; `start` is a multiple of the `granularity`."""
+        """Writes elements start..stop (flat) into `into`, a flat contiguous tensor; `stop` is a multiple of the
+        granularity too, or the end.
+        """
 
 
 class Codec(ABC):
     """Turns tensors into self-describing bytes and back.
 
-    Same input, same bytes: for every thread count, and on every machine of a numeric class.
+    Same input, same state, same bytes: for every thread count, and on every machine of a numeric class.
     """
-
-    # Whether the decoded bits are the same on every machine.
-    exact_decode: bool = True
-    # Whether decoding gives back the very tensor.
-    lossless: bool = False
-    # Readers start at multiples of this many elements.
-    granularity: int = 1
 
     def __init__(self, spec: CodecSpec) -> None:
         self.spec = spec
 
+    @property
+    def exact_decode(self) -> bool:
+        """Whether the decoded bits are the same on every machine."""
+        return self.spec.exact_decode
+
+    @property
+    def lossless(self) -> bool:
+        """Whether decoding gives back the very tensor."""
+        return self.spec.lossless
+
     # ------------------------------------------------------------------ encoding
 
-    def wire_bytes(self, tensor: torch.Tensor) -> int:
-        """Length of `encode(tensor)`."""
-        return wire_bytes(
-            self.spec, tensor.numel(), item_bytes=tensor.element_size(), dimensions=tensor.dim()
-        )
+    def size_estimate(self, tensor: torch.Tensor) -> SizeEstimate:
+        """Length of `encode(tensor)`; see `sizes`."""
+        return size_estimate(self.spec, tensor.shape, item_bytes=tensor.element_size())
 
-    def encode(self, tensor: torch.Tensor, *, name: str = "tensor") -> bytes:
+    def encode(self, tensor: torch.Tensor, state: CodecState | None = None, *, name: str = "tensor") -> bytes:
         """The Packed of `tensor`, of any shape up to 8 dimensions, any strides, on any device.
+
+        Args:
+            state: what the codec remembers of earlier tensors; without one it starts anew.
+            name: for error messages.
 
         Raises:
             CodecError: NaN or infinite values, or a type that this codec does not take; names the tensor.
@@ -66,38 +84,44 @@ class Codec(ABC):
         # A BytesIO hands out its own buffer as bytes without a copy: the page faults of a second buffer would
         # cost more than encoding does.
         stream = io.BytesIO()
-        stream.seek(self.wire_bytes(tensor) - 1)
+        stream.seek(self.size_estimate(tensor).most_bytes - 1)
         stream.write(b"\0")
-        self.encode_into(tensor, stream.getbuffer(), name=name)
+        with stream.getbuffer() as buffer:
+            length = self.encode_into(tensor, buffer, state, name=name)
+        stream.truncate(length)
         return stream.getvalue()
 
     @torch.no_grad()
-    def encode_into(self, tensor: torch.Tensor, out: bytearray | memoryview, *, name: str = "tensor") -> int:
+    def encode_into(
+        self,
+        tensor: torch.Tensor,
+        out: bytearray | memoryview,
+        state: CodecState | None = None,
+        *,
+        name: str = "tensor",
+    ) -> int:
         """As `encode`, into the beginning of a writable buffer; returns the length written.
 
-        After an error the buffer holds rubbish.
+        The buffer must take `size_estimate(tensor).most_bytes`. After an error it holds rubbish.
 
         Raises:
             CodecError: as `encode`.
             ValueError: the buffer is too short.
         """
+        form = Form(data_type_of(tensor, name), tuple(tensor.shape))
         header = PackedHeader(
-            spec=self.spec,
-            data_type=data_type_of(tensor, name),
-            shape=tuple(tensor.shape),
-            section_bytes=section_bytes(self.spec, tensor.numel(), tensor.element_size()),
+            self.spec, form, plain_section_bytes(self.spec, form.shape, form.data_type.item_bytes)
         )
-        length = packed_bytes(self.spec, header.section_bytes, len(header.shape))
-        if len(out) < length:
-            raise ValueError(f"{name} needs {length} bytes, the buffer has {len(out)}")
-        window = memoryview(out).cast("B")[:length]
+        length = packed_bytes(self.spec, header.section_bytes, len(form.shape))
+        window = writable(out, length, name)
+        values = tensor.contiguous()
         if torch.frombuffer(window, dtype=torch.uint8).data_ptr() % 8:
             # Sections must be aligned in memory to be written as numbers.
             aligned = bytearray(length)
-            self._write(tensor.reshape(-1), write_header(header, memoryview(aligned)), name)
+            self.write(values, write_header(header, memoryview(aligned)), name, state)
             window[:] = aligned
         else:
-            self._write(tensor.reshape(-1), write_header(header, window), name)
+            self.write(values, write_header(header, window), name, state)
         return length
 
     # ------------------------------------------------------------------ decoding
@@ -105,7 +129,7 @@ class Codec(ABC):
     @torch.no_grad()
     def decode(
         self,
-        data: Buffer,
+        data: Packed,
         *,
         limit_bytes: int,
         device: str | torch.device = "cpu",
@@ -123,18 +147,18 @@ class Codec(ABC):
                 untouched.
         """
         where = out.device if out is not None else torch.device(device)
-        header, reader = self._open(data, limit_bytes, where)
+        form, reader = self.open(data, limit_bytes, where)
         if out is None:
-            out = torch.empty(header.shape, dtype=TORCH_TYPES[header.data_type], device=where)
-        elif out.shape != header.shape or out.dtype != TORCH_TYPES[header.data_type]:
+            out = torch.empty(form.shape, dtype=TORCH_TYPES[form.data_type], device=where)
+        elif out.shape != form.shape or out.dtype != TORCH_TYPES[form.data_type]:
             raise CodecError(
-                f"a {header.data_type.name} tensor of shape {header.shape} where {out.dtype} of shape "
+                f"a {form.data_type.name} tensor of shape {form.shape} where {out.dtype} of shape "
                 f"{tuple(out.shape)} is expected"
             )
         elif not out.is_contiguous():
             raise ValueError("`out` must be contiguous")
         flat = out.view(-1)
-        step = chunk_elements(where, self.granularity)
+        step = chunk_elements(where, reader.granularity)
         for start in range(0, flat.numel(), step):
             stop = min(start + step, flat.numel())
             reader.read(start, stop, flat[start:stop])
@@ -142,7 +166,7 @@ class Codec(ABC):
 
     @torch.no_grad()
     def add_decoded(
-        self, data: Buffer, target: torch.Tensor, *, weight: float = 1.0, limit_bytes: int
+        self, data: Packed, target: torch.Tensor, *, weight: float = 1.0, limit_bytes: int
     ) -> None:
         """`target += weight * decode(data)`, chunk by chunk: no second tensor of that size is made.
 
@@ -151,40 +175,55 @@ class Codec(ABC):
         Raises:
             CodecError: as `decode`; `target` is untouched then.
         """
-        header, reader = self._open(data, limit_bytes, target.device)
-        if target.shape != header.shape:
-            raise CodecError(f"a tensor of shape {header.shape} where {tuple(target.shape)} is expected")
+        form, reader = self.open(data, limit_bytes, target.device)
+        if target.shape != form.shape:
+            raise CodecError(f"a tensor of shape {form.shape} where {tuple(target.shape)} is expected")
         flat = target.view(-1)
-        step = chunk_elements(target.device, self.granularity)
-        scratch = torch.empty(
-            min(step, flat.numel()), dtype=TORCH_TYPES[header.data_type], device=flat.device
-        )
+        step = chunk_elements(target.device, reader.granularity)
+        scratch = torch.empty(min(step, flat.numel()), dtype=TORCH_TYPES[form.data_type], device=flat.device)
         for start in range(0, flat.numel(), step):
             stop = min(start + step, flat.numel())
             chunk = scratch[: stop - start]
             reader.read(start, stop, chunk)
             flat[start:stop].add_(chunk, alpha=weight)
 
-    def _open(self, data: Buffer, limit_bytes: int, device: torch.device) -> tuple[PackedHeader, Reader]:
+    def open(self, data: Packed, limit_bytes: int, device: torch.device) -> tuple[Form, Reader]:
+        """Checks all of `data`; what it describes, and its reader. Raises CodecError."""
         header, sections = read_packed(memoryview(data).cast("B"), limit_bytes=limit_bytes)
         if header.spec != self.spec:
             raise CodecError(f"encoded as {header.spec}, expected {self.spec}")
-        expected = section_bytes(self.spec, header.element_count, header.data_type.item_bytes)
+        return header.form, self.open_sections(header, sections, device)
+
+    def open_sections(
+        self, header: PackedHeader, sections: tuple[memoryview, ...], device: torch.device
+    ) -> Reader:
+        """Checks sections against the header's form before their values. Raises CodecError."""
+        form = header.form
+        expected = plain_section_bytes(self.spec, form.shape, form.data_type.item_bytes)
         if header.section_bytes != expected:
             raise CodecError(f"sections of {header.section_bytes} bytes where the shape asks for {expected}")
-        return header, self._reader(header, sections, device)
+        return self.reader(form, sections, device)
 
     # ------------------------------------------------------------------ what a codec implements
 
     @abstractmethod
-    def _write(self, flat: torch.Tensor, sections: tuple[memoryview, ...], name: str) -> None:
-        """Fills the sections from a contiguous flat tensor; raises CodecError for values it does not take."""
+    def write(
+        self, values: torch.Tensor, sections: tuple[memoryview, ...], name: str, state: CodecState | None
+    ) -> None:
+        """Fills the sections from a contiguous tensor; raises CodecError for values it does not take."""
 
     @abstractmethod
-    def _reader(self, header: PackedHeader, sections: tuple[memoryview, ...], device: torch.device) -> Reader:
+    def reader(self, form: Form, sections: tuple[memoryview, ...], device: torch.device) -> Reader:
         """Checks all values of the sections (their lengths are right); returns their reader or raises
         CodecError.
         """
+
+
+def writable(out: bytearray | memoryview, length: int, name: str) -> memoryview:
+    """The first `length` bytes of `out`. Raises ValueError when it is shorter."""
+    if len(out) < length:
+        raise ValueError(f"{name} needs {length} bytes, the buffer has {len(out)}")
+    return memoryview(out).cast("B")[:length]
 
 
 def check_floating(data_type: DataType, name: str, spec: CodecSpec) -> None:
@@ -200,20 +239,13 @@ def make_codec(spec: str | CodecSpec) -> Codec:
         SpecError: there is no such codec.
     """
     # Here, because the implementations import the interface above.
-    from starlings_compression.blocks import Fp16Codec, Int8Codec
-    from starlings_compression.exact import ExactCodec
+    from starlings_compression.registry import build
 
-    registry: dict[str, Callable[[CodecSpec], Codec]] = {
-        "exact": ExactCodec,
-        "fp16": Fp16Codec,
-        "int8": Int8Codec,
-    }
-    resolved = parse_spec(spec) if isinstance(spec, str) else spec
-    return registry[resolved.elements[0].name](resolved)
+    return build(parse_spec(spec) if isinstance(spec, str) else spec)
 
 
 def decode_any(
-    data: Buffer, *, limit_bytes: int, device: str | torch.device = "cpu", out: torch.Tensor | None = None
+    data: Packed, *, limit_bytes: int, device: str | torch.device = "cpu", out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As `Codec.decode`, by whatever codec the bytes name. For tools: protocols insist on one codec."""
     header, _ = read_packed(memoryview(data).cast("B"), limit_bytes=limit_bytes)

@@ -6,22 +6,24 @@ import torch
 
 from starlings_compression.codec import Codec, Reader
 from starlings_compression.errors import CodecError
-from starlings_compression.layout import DataType, PackedHeader
+from starlings_compression.layout import DataType, Form
+from starlings_compression.state import CodecState
 from starlings_compression.tensors import TORCH_TYPES, is_finite, view
 
 
 class ExactCodec(Codec):
     """Any type that the layout knows. Values must be finite here too: a NaN poisons every sum."""
 
-    lossless = True
-
-    def _write(self, flat: torch.Tensor, sections: tuple[memoryview, ...], name: str) -> None:
+    def write(
+        self, values: torch.Tensor, sections: tuple[memoryview, ...], name: str, state: CodecState | None
+    ) -> None:
+        flat = values.view(-1)
         if not is_finite(flat):
             raise CodecError(f"{name}: NaN or infinite values")
         view(sections[0], flat.dtype).copy_(flat)
 
-    def _reader(self, header: PackedHeader, sections: tuple[memoryview, ...], device: torch.device) -> Reader:
-        return _ExactReader(checked_values(sections[0], header.data_type))
+    def reader(self, form: Form, sections: tuple[memoryview, ...], device: torch.device) -> Reader:
+        return _ExactReader(checked_values(sections[0], form.data_type))
 
 
 def checked_values(raw: memoryview, data_type: DataType) -> torch.Tensor:
@@ -38,6 +40,8 @@ def checked_values(raw: memoryview, data_type: DataType) -> torch.Tensor:
 
 
 class _ExactReader:
+    granularity = 1
+
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
 

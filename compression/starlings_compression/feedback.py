@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from starlings_compression.codec import Codec, check_floating
+from starlings_compression.state import CodecState
 from starlings_compression.tensors import data_type_of
 
 
@@ -20,11 +21,13 @@ class ErrorFeedback:
     Residuals are float32 and stay on the tensor's device: 4 bytes per value, 8 between `encode` and `commit`.
     """
 
-    def __init__(self, codec: Codec, decay: float = 1.0) -> None:
+    def __init__(self, codec: Codec, decay: float = 1.0, *, seed: int = 0) -> None:
+        """`seed`: what random choices of the codec follow from."""
         if not 0.0 <= decay <= 1.0:
             raise ValueError("decay must lie between 0 and 1")
         self.codec = codec
         self.decay = decay
+        self._state = CodecState(seed)
         self._committed: torch.Tensor | None = None
         self._pending: torch.Tensor | None = None
 
@@ -41,7 +44,7 @@ class ErrorFeedback:
             CodecError: as `Codec.encode`; the residual is as it was.
             ValueError: another shape than before.
         """
-        self._pending = None
+        self.rollback()
         if self.codec.lossless:
             return self.codec.encode(tensor, name=name)
         if self._committed is not None and self._committed.shape != tensor.shape:
@@ -53,7 +56,7 @@ class ErrorFeedback:
         corrected = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device).copy_(tensor)
         if self._committed is not None:
             corrected.add_(self._committed, alpha=self.decay)
-        data = self.codec.encode(corrected, name=name)
+        data = self.codec.encode(corrected, self._state, name=name)
         limit_bytes = corrected.numel() * corrected.element_size()
         self.codec.add_decoded(data, corrected, weight=-1.0, limit_bytes=limit_bytes)
         self._pending = corrected
@@ -61,13 +64,16 @@ class ErrorFeedback:
 
     def commit(self) -> None:
         """The bytes of the last `encode` count: keep what they dropped."""
+        self._state.commit()
         if self._pending is not None:
             self._committed, self._pending = self._pending, None
 
     def rollback(self) -> None:
         """The bytes of the last `encode` do not count: forget what they dropped."""
+        self._state.rollback()
         self._pending = None
 
     def reset(self) -> None:
         """Forget everything, as at the start: after a change of shape, or when other state replaced ours."""
+        self._state.reset()
         self._committed = self._pending = None

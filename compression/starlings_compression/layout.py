@@ -16,9 +16,9 @@ All numbers are little-endian.
             ...    zero up to a multiple of 8
             ...    the sections; each begins at a multiple of 8 (zeros between), the last one ends the Packed
 
-What a section holds is up to the codec; one that composes adds its sections in the chain's order. Two
-different byte
-strings never describe the same Packed: padding must be zero, the spec canonical, the length exact.
+What a section holds is up to the codec (see the classes' docstrings); a reducer's sections come before those of
+its values, and Zstandard makes one section of all others. Two different byte strings never describe the same
+Packed: padding must be zero, the spec canonical, the length exact.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from __future__ import annotations
 import enum
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from starlings_compression.errors import CodecError, SpecError
@@ -41,6 +42,9 @@ SECTION_LIMIT = 16
 ELEMENT_LIMIT = 1 << 48
 
 _FIXED = struct.Struct("<4sBBBBB7s")
+
+# What `encode` makes and `decode` takes.
+Packed = bytes | bytearray | memoryview
 
 
 class DataType(enum.IntEnum):
@@ -73,13 +77,11 @@ _ITEM_BYTES = {
 
 
 @dataclass(frozen=True, slots=True)
-class PackedHeader:
-    """What a Packed says about itself."""
+class Form:
+    """Type and shape of a tensor."""
 
-    spec: CodecSpec
     data_type: DataType
     shape: tuple[int, ...]
-    section_bytes: tuple[int, ...]
 
     @property
     def element_count(self) -> int:
@@ -88,6 +90,15 @@ class PackedHeader:
     @property
     def decoded_bytes(self) -> int:
         return self.element_count * self.data_type.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PackedHeader:
+    """What a Packed says about itself."""
+
+    spec: CodecSpec
+    form: Form
+    section_bytes: tuple[int, ...]
 
 
 def padded(length: int) -> int:
@@ -100,11 +111,11 @@ def header_bytes(spec_length: int, dimensions: int, sections: int) -> int:
     return padded(_FIXED.size + 8 * (dimensions + sections) + spec_length)
 
 
-def section_ranges(header: PackedHeader) -> tuple[tuple[int, int], ...]:
-    """Where each section begins and ends; the last end is the Packed's length."""
+def section_ranges(section_bytes: Sequence[int], start: int = 0) -> tuple[tuple[int, int], ...]:
+    """Where each section begins and ends when the first may begin at `start`; the last end is the length."""
     ranges = []
-    end = header_bytes(len(header.spec.text), len(header.shape), len(header.section_bytes))
-    for length in header.section_bytes:
+    end = start
+    for length in section_bytes:
         start = padded(end)
         end = start + length
         ranges.append((start, end))
@@ -114,18 +125,39 @@ def section_ranges(header: PackedHeader) -> tuple[tuple[int, int], ...]:
 def write_header(header: PackedHeader, out: memoryview) -> tuple[memoryview, ...]:
     """Writes `header` and all padding into `out`, of the Packed's length; returns the sections to fill."""
     text = header.spec.text.encode("ascii")
+    form = header.form
     fixed = _FIXED.pack(
-        MAGIC, VERSION, header.data_type, len(header.shape), len(header.section_bytes), len(text), bytes(7)
+        MAGIC, VERSION, form.data_type, len(form.shape), len(header.section_bytes), len(text), bytes(7)
     )
-    numbers = (*header.shape, *header.section_bytes)
+    numbers = (*form.shape, *header.section_bytes)
     head = fixed + struct.pack(f"<{len(numbers)}Q", *numbers) + text
     out[: len(head)] = head
-    end = len(head)
-    ranges = section_ranges(header)
-    for start, stop in ranges:
-        out[end:start] = bytes(start - end)
+    return split_sections(header.section_bytes, out, len(head))
+
+
+def split_sections(section_bytes: Sequence[int], out: memoryview, start: int = 0) -> tuple[memoryview, ...]:
+    """The sections of `out` behind `start`; writes the padding between them."""
+    ranges = section_ranges(section_bytes, start)
+    end = start
+    for begin, stop in ranges:
+        out[end:begin] = bytes(begin - end)
         end = stop
-    return tuple(out[start:stop] for start, stop in ranges)
+    return tuple(out[begin:stop] for begin, stop in ranges)
+
+
+def checked_sections(
+    section_bytes: Sequence[int], data: memoryview, start: int = 0
+) -> tuple[memoryview, ...]:
+    """The sections of `data` behind `start`. Raises CodecError for another length, or padding that is not zero."""
+    ranges = section_ranges(section_bytes, start)
+    if ranges[-1][1] != len(data):
+        raise CodecError(f"{len(data)} bytes where the header says {ranges[-1][1]}")
+    end = start
+    for begin, stop in ranges:
+        if any(data[end:begin]):
+            raise CodecError("padding is not zero")
+        end = stop
+    return tuple(data[begin:stop] for begin, stop in ranges)
 
 
 def read_packed(data: memoryview, *, limit_bytes: int) -> tuple[PackedHeader, tuple[memoryview, ...]]:
@@ -151,12 +183,11 @@ def read_packed(data: memoryview, *, limit_bytes: int) -> tuple[PackedHeader, tu
     numbers = struct.unpack_from(f"<{dimensions + sections}Q", data, _FIXED.size)
     header = PackedHeader(
         spec=_canonical_spec(bytes(data[text_start : text_start + spec_length])),
-        data_type=_data_type(type_code),
-        shape=numbers[:dimensions],
+        form=Form(_data_type(type_code), numbers[:dimensions]),
         section_bytes=numbers[dimensions:],
     )
-    _check_size(header, limit_bytes)
-    return header, _sections(header, data, text_start + spec_length)
+    check_size(header.form, limit_bytes)
+    return header, checked_sections(header.section_bytes, data, text_start + spec_length)
 
 
 def _canonical_spec(text: bytes) -> CodecSpec:
@@ -176,20 +207,10 @@ def _data_type(code: int) -> DataType:
         raise CodecError(f"unknown data type {code}") from None
 
 
-def _check_size(header: PackedHeader, limit_bytes: int) -> None:
+def check_size(form: Form, limit_bytes: int) -> None:
+    """Raises CodecError for a tensor of more than `limit_bytes`, or with a shape that overflows."""
     # Zeros count as one here: a shape of (0, 2**63) holds nothing and still overflows strides.
-    if math.prod(max(length, 1) for length in header.shape) > ELEMENT_LIMIT:
+    if math.prod(max(length, 1) for length in form.shape) > ELEMENT_LIMIT:
         raise CodecError("the shape is beyond any tensor")
-    if header.decoded_bytes > limit_bytes:
-        raise CodecError(f"a tensor of {header.decoded_bytes} bytes is above the limit of {limit_bytes}")
-
-
-def _sections(header: PackedHeader, data: memoryview, end: int) -> tuple[memoryview, ...]:
-    ranges = section_ranges(header)
-    if ranges[-1][1] != len(data):
-        raise CodecError(f"{len(data)} bytes where the header says {ranges[-1][1]}")
-    for start, stop in ranges:
-        if any(data[end:start]):
-            raise CodecError("padding is not zero")
-        end = stop
-    return tuple(data[start:stop] for start, stop in ranges)
+    if form.decoded_bytes > limit_bytes:
+        raise CodecError(f"a tensor of {form.decoded_bytes} bytes is above the limit of {limit_bytes}")

@@ -1,19 +1,17 @@
 """A tensor as a protocol carries it beside its own header of type, shape and codec.
 
-`exact` travels as raw bytes, everything else as a Packed. Only this module knows that: a sender and a
+`exact` alone travels as raw bytes, everything else as a Packed. Only this module knows that: a sender and a
 receiver that use it agree.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 
 from starlings_compression.codec import Buffer, Codec
 from starlings_compression.errors import CodecError
 from starlings_compression.exact import checked_values
-from starlings_compression.layout import DIMENSION_LIMIT, ELEMENT_LIMIT, DataType
+from starlings_compression.layout import DIMENSION_LIMIT, DataType, Form, check_size
 from starlings_compression.tensors import TORCH_TYPES, data_type_of, is_finite
 
 
@@ -25,7 +23,7 @@ def to_wire(codec: Codec, tensor: torch.Tensor, *, name: str = "tensor") -> memo
     Raises:
         CodecError: NaN or infinite values, or a type that the codec does not take; names the tensor.
     """
-    if codec.spec.text != "exact":
+    if not codec.spec.raw:
         return memoryview(codec.encode(tensor, name=name))
     data_type_of(tensor, name)
     host = tensor.detach().to("cpu").contiguous()
@@ -58,17 +56,16 @@ def from_wire(
     """
     shape = tuple(shape)
     try:
-        announced = DataType(data_type)
+        form = Form(DataType(data_type), shape)
     except ValueError:
         raise CodecError(f"unknown data type {data_type}") from None
-    if len(shape) > DIMENSION_LIMIT or math.prod(max(n, 1) for n in shape) > ELEMENT_LIMIT:
-        raise CodecError("the shape is beyond any tensor")
-    dtype, size_bytes = TORCH_TYPES[announced], math.prod(shape) * announced.item_bytes
-    if size_bytes > limit_bytes:
-        raise CodecError(f"a tensor of {size_bytes} bytes is above the limit of {limit_bytes}")
+    if len(shape) > DIMENSION_LIMIT:
+        raise CodecError(f"{len(shape)} dimensions; at most {DIMENSION_LIMIT} are allowed")
+    check_size(form, limit_bytes)
+    dtype, size_bytes = TORCH_TYPES[form.data_type], form.decoded_bytes
     if out is not None and (tuple(out.shape) != shape or out.dtype != dtype):
         raise CodecError(f"{dtype} of shape {shape}, expected {out.dtype} of shape {tuple(out.shape)}")
-    if codec.spec.text != "exact":
+    if not codec.spec.raw:
         tensor = codec.decode(data, limit_bytes=size_bytes, device=device, out=out)
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             raise CodecError(
@@ -78,5 +75,5 @@ def from_wire(
     raw = memoryview(data).cast("B")
     if len(raw) != size_bytes:
         raise CodecError(f"{len(raw)} bytes where the shape asks for {size_bytes}")
-    values = checked_values(raw, announced).view(shape)
+    values = checked_values(raw, form.data_type).view(shape)
     return (torch.empty(shape, dtype=dtype, device=device) if out is None else out).copy_(values)

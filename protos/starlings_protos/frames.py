@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 
 from starlings_compression.errors import SpecError
-from starlings_compression.sizes import wire_bytes
+from starlings_compression.sizes import size_estimate
 from starlings_protos import convert, data_pb2
 from starlings_protos.errors import RefusedError
 from starlings_protos.messages import ExchangeHeader, MicrobatchHeader, Refusal
@@ -315,13 +315,15 @@ def _check_tensor(tensor: data_pb2.TensorHeader) -> int:
     if tensor.sha256 and (len(tensor.sha256) != 64 or not set(tensor.sha256) <= set("0123456789abcdef")):
         raise FrameError(f"tensor {name!r}: a malformed SHA-256")
     elements = math.prod(tensor.shape)
-    expected = elements * item_bytes
+    least = most = elements * item_bytes
     if tensor.codec != RAW_CODEC:
         try:
-            expected = wire_bytes(tensor.codec, elements, item_bytes=item_bytes, dimensions=len(tensor.shape))
+            size = size_estimate(tensor.codec, tensor.shape, item_bytes=item_bytes)
         except SpecError as error:
             raise FrameError(f"tensor {name!r}: {error}") from None
-    if tensor.byte_count != expected:
+        least, most = size.least_bytes, size.most_bytes
+    if not least <= tensor.byte_count <= most:
+        expected = most if least == most else f"{least} to {most}"
         raise FrameError(
             f"tensor {name!r}: {tensor.byte_count} bytes where shape, type and codec ask for {expected}"
         )

@@ -242,7 +242,7 @@ def test_any_finite_values_round_trip(values: list[float], spec: str) -> None:
     tensor = torch.tensor(values, dtype=torch.float32)
     codec = make_codec(spec)
     decoded = round_trip(codec, tensor)
-    block = {"exact": 1, "fp16": 1024}.get(spec) or codec.granularity
+    block = {"exact": 1, "fp16": 1024}.get(spec) or codec.spec.values.arguments[0]
     bound = {"exact": 0.0, "fp16": 2.0**-11}.get(spec, (1 + 2**-7) / 254)
     error = (decoded.double() - tensor.double()).abs()
     # Scales end at the smallest normal number: values far below it become zero.

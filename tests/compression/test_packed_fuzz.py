@@ -276,4 +276,4 @@ def test_wire_takes_any_bytes_and_announcement(data: bytes, data_type: int, shap
 def test_header_properties() -> None:
     header, sections = read_packed(memoryview(SAMPLES[-1]), limit_bytes=LIMIT)
     assert isinstance(header, PackedHeader)
-    assert (header.element_count, header.decoded_bytes, len(sections)) == (9, 72, 1)
+    assert (header.form.element_count, header.form.decoded_bytes, len(sections)) == (9, 72, 1)

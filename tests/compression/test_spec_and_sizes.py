@@ -11,10 +11,10 @@ import torch
 from starlings_compression.codec import make_codec
 from starlings_compression.errors import CompressionError, SpecError
 from starlings_compression.layout import DataType
-from starlings_compression.sizes import wire_bytes
-from starlings_compression.spec import FAMILIES, parse_spec
+from starlings_compression.sizes import size_estimate
+from starlings_compression.spec import parse_spec
 
-ALL_SPECS = ("exact", "fp16", "int8:128", "int8:8", "int8:64", "int8:65536")
+ALL_SPECS = ("exact", "fp16", "int8:128", "int8:8", "int8:64", "int8:65536", "exact|zstd", "int8:128|zstd")
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,11 @@ ALL_SPECS = ("exact", "fp16", "int8:128", "int8:8", "int8:64", "int8:65536")
         ("int8", "int8:128"),
         ("int8:64", "int8:64"),
         ("int8:0128", "int8:128"),
+        ("zstd", "exact|zstd:3"),
+        ("int4:64/means", "int4:64/means"),
+        ("topk|exact", "topk:64/4096"),
+        ("topk|int2|zstd:5", "topk:64/4096|int2:64|zstd:5"),
+        ("dct-topk:64/32|sign", "dct-topk:64/32|sign:256"),
     ],
 )
 def test_canonical_form(text: str, canonical: str) -> None:
@@ -38,7 +43,11 @@ def test_canonical_form(text: str, canonical: str) -> None:
     [
         "", "int9", "INT8", "int8:", "int8:7", "int8:12", "int8:0", "int8:-8", "int8:131072", "int8:128/2",
         "int8:a", "int8:٣٢", "fp16:4", "exact:1", "int8|", "|", "int8:128|fp16", "exact|exact", " int8",
-        "int8:1e3", "x" * 65, "int8:" + "9" * 40,
+        "int8:1e3", "int8:8/means",
+        "int4:means/8", "int4:8/mean", "zstd|int8", "zstd:20", "int8|topk", "topk:8",
+        "topk:64/64",
+        "topk:0/64", "topk|randk", "topk|zstd|zstd", "randk:3/64", "lowrank:0", "dct-topk:7/3", "dct-topk:64/4096",
+        "x" * 65, "int8:" + "9" * 40,
     ],
 )  # fmt: skip
 def test_wrong_specs_are_refused(text: str) -> None:
@@ -49,17 +58,19 @@ def test_wrong_specs_are_refused(text: str) -> None:
 
 
 def test_error_names_what_is_allowed() -> None:
-    with pytest.raises(SpecError, match=r"unknown name 'int9'.*exact, fp16, int8:BLOCK"):
+    with pytest.raises(SpecError, match=r"unknown name 'int9'.*exact, fp16, bf16, fp8:BLOCK"):
         parse_spec("int9")
     with pytest.raises(SpecError, match=r"multiple of 8 from 8 to 65536.*usage: int8:BLOCK"):
         parse_spec("int8:7")
     with pytest.raises(SpecError, match="int8 cannot be followed by fp16"):
         parse_spec("int8|fp16")
+    with pytest.raises(SpecError, match=r"int8 cannot be followed by topk; the order is \[topk or randk"):
+        parse_spec("int8|topk")
 
 
 def test_every_family_has_a_codec() -> None:
-    for name in FAMILIES:
-        assert make_codec(name).spec.elements[0].name == name
+    for name in ("exact", "fp16", "int8", "zstd"):
+        assert name in [element.name for element in make_codec(name).spec.elements]
 
 
 @pytest.mark.parametrize("spec", ALL_SPECS)
@@ -70,15 +81,18 @@ def test_every_family_has_a_codec() -> None:
 def test_size_estimate_is_exact(spec: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = torch.ones(shape, dtype=dtype)
     data = make_codec(spec).encode(tensor)
-    estimate = wire_bytes(spec, tensor.numel(), item_bytes=tensor.element_size(), dimensions=tensor.dim())
-    assert len(data) == estimate == make_codec(spec).wire_bytes(tensor)
+    estimate = size_estimate(spec, shape, item_bytes=tensor.element_size())
+    assert estimate == make_codec(spec).size_estimate(tensor)
+    assert estimate.least_bytes <= len(data) <= estimate.most_bytes
+    if not parse_spec(spec).sized_by_data:
+        assert len(data) == estimate.least_bytes == estimate.likely_bytes == estimate.most_bytes
 
 
 def test_bytes_per_value_are_as_documented() -> None:
     count = 1 << 24
-    assert wire_bytes("exact", count) / count == pytest.approx(4, abs=1e-4)
-    assert wire_bytes("fp16", count) / count == pytest.approx(2 + 2 / 1024, abs=1e-4)
-    assert wire_bytes("int8:128", count) / count == pytest.approx(1 + 2 / 128, abs=1e-4)
+    assert size_estimate("exact", (count,)).likely_bytes / count == pytest.approx(4, abs=1e-4)
+    assert size_estimate("fp16", (count,)).likely_bytes / count == pytest.approx(2 + 2 / 1024, abs=1e-4)
+    assert size_estimate("int8:128", (count,)).likely_bytes / count == pytest.approx(1 + 2 / 128, abs=1e-4)
 
 
 def test_data_types_have_the_numbers_of_the_wire_protocol() -> None:
@@ -91,7 +105,7 @@ def test_data_types_have_the_numbers_of_the_wire_protocol() -> None:
 
 def test_spec_sizes_and_layout_need_no_torch() -> None:
     code = (
-        "import sys, starlings_compression.spec, starlings_compression.sizes, starlings_compression.layout;"
+        "import sys; from starlings_compression import layout, policy, sizes, spec;"
         "sys.exit(any(m.split('.')[0] in ('torch', 'numpy', 'zstandard') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from starlings_compression.sizes import wire_bytes
+from starlings_compression.sizes import size_estimate
 from starlings_protos import data_pb2, frames
 from starlings_protos.frames import (
     CHUNK_BYTES,
@@ -159,7 +159,7 @@ async def test_the_header_is_judged_before_the_body_is_read() -> None:
 
 
 async def test_codecs_size_is_checked_against_shape() -> None:
-    size = wire_bytes("int8:128", 1000, item_bytes=4, dimensions=2)
+    size = size_estimate("int8:128", (10, 100)).most_bytes
     good = tensor_header("hidden", FLOAT32, (10, 100), size, codec="int8:128")
     check_header(make_header(SUBJECT, [good]), limit_bytes=4000, subject_limits=MICROBATCH)
     for wrong in (size - 1, size + 1, 4000, 0):
@@ -253,7 +253,7 @@ async def test_exchange_and_state_subjects_are_bounded_too() -> None:
 
 def test_the_limit_counts_decoded_bytes() -> None:
     """A hundred small codes must not become a tensor beyond the limit."""
-    size = wire_bytes("int8:128", 1000)
+    size = size_estimate("int8:128", (1000,)).most_bytes
     header = make_header(SUBJECT, [tensor_header("x", FLOAT32, (1000,), size, codec="int8:128")])
     check_header(header, limit_bytes=4000, subject_limits=MICROBATCH)
     with pytest.raises(FrameError, match="limit 3999") as caught:

@@ -19,7 +19,7 @@ def encode(codec: Codec, tensor: Tensor, name: str) -> Buffer:
         CodecError: values that are not finite; the message begins with `name`.
     """
     data = to_wire(codec, tensor, name=name)
-    return bytes(data) if codec.spec.text == "exact" else data
+    return bytes(data) if codec.spec.raw else data
 
 
 def decode(codec: Codec, data: Buffer, shape: tuple[int, ...], device: torch.device) -> Tensor:
