@@ -13,7 +13,7 @@ ENV PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=igno
 
 # Numbers, not names, in all images: a volume that one of them fills is readable to the others. A named volume takes
 # over the owner of the directory that it covers.
-RUN mkdir -p /job /data /invite && chown 10001:10001 /job /data /invite
+RUN mkdir -p /job /data /invite /broker && chown 10001:10001 /job /data /invite /broker
 
 RUN --mount=type=bind,target=/src --mount=type=cache,target=/root/.cache/pip \
     pip install /src

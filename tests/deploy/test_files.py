@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from starlings_coordinator.broker.configuration import CONFIGURATION, MQTTS_PORT, BrokerSettings
 from starlings_job.spec import load_job
 from starlings_protos.errors import RULES, ExitCode
 from starlings_worker.options import WorkerOptions
@@ -32,6 +33,7 @@ IMAGES = [("coordinator.Dockerfile", None), ("worker.Dockerfile", "cpu"), ("work
 UNITS = ["starlings-coordinator.service", "starlings-worker.service"]
 # Control, enrolment, keeper, and the first of the workers' own.
 CONTROL, ENROLMENT, KEEPER, DATA = 7700, 7701, 7703, 7710
+BROKER_UNIT = "starlings-broker.service"
 
 
 def compose() -> dict[str, Any]:
@@ -61,6 +63,8 @@ def commands() -> list[tuple[str, list[str]]]:
         text = (DEPLOY / file).read_text("utf-8").replace("\\\n#", " ")
         found += [(file, a) for c in re.findall(r"^#   (.*)", text, re.MULTILINE) for a in own_commands(c)]
     for name, service in compose()["services"].items():
+        if name == "broker":
+            continue  # another's program: see test_the_broker_finds_what_the_command_writes
         command = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", word) for word in service["command"]]
         if service.get("entrypoint") == ["sh", "-c"]:
             found += [(name, arguments) for arguments in own_commands(command[0])]
@@ -87,9 +91,12 @@ def test_every_command_and_option_exists():
         except AssertionError as error:
             raise AssertionError(f"{where}: {error}") from None
     told = {
-        " ".join(arguments[:2] if arguments[0] == "invite" else arguments[:1]) for _, arguments in all_of_them
+        " ".join(arguments[:2] if arguments[0] in ("invite", "bus") else arguments[:1])
+        for _, arguments in all_of_them
     }
-    assert told == {"prepare", "coordinator", "join", "invite create", "status", "health", "leave", "export"}
+    assert told == {
+        "prepare", "coordinator", "join", "invite create", "status", "health", "leave", "export", "bus config",
+    }  # fmt: skip
 
 
 def test_the_check_itself_finds_what_is_wrong():
@@ -213,12 +220,14 @@ def test_compose_fits_together():
     images = {i.words[0] for f, n in IMAGES for i in target(DEPLOY / f, n) if i.name == "ENTRYPOINT"}
     assert images == {"starlings"}
     for name, service in services.items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["read_only"] is True, name
+        if name == "broker":
+            continue
         context = (DEPLOY / service["build"]["context"]).resolve()
         assert context == ROOT
         stages = {s.name for s in dockerfile(context / service["build"]["dockerfile"])}
         assert service["build"].get("target", "") in stages
-        assert service["cap_drop"] == ["ALL"], name
-        assert service["read_only"] is True, name
         for needed, how in service.get("depends_on", {}).items():
             assert needed in services
             assert how["condition"] in ("service_healthy", "service_completed_successfully")
@@ -227,7 +236,7 @@ def test_compose_fits_together():
         for volume in service["volumes"]:
             source, where, *mode = volume.split(":")
             assert source in file["volumes"]
-            assert where in ("/job", "/data", "/invite")
+            assert where in ("/job", "/data", "/invite", "/broker")
             assert mode in ([], ["ro"])
         # Every directory that a command names is one of its volumes.
         mounted = [v.split(":")[1] for v in service["volumes"]] + [
@@ -241,6 +250,32 @@ def test_compose_fits_together():
     assert len(data) == len(set(data)) == 2
     for name in ("worker-1", "worker-2"):
         assert float(services[name]["stop_grace_period"].rstrip("s")) > WorkerOptions(invite="x").drain_s
+
+
+def test_the_broker_finds_what_the_command_writes():
+    """In compose.yaml and in the unit: the same directory, the same user, the port, descriptors for every client."""
+    services = compose()["services"]
+    files, broker = services["broker-files"], services["broker"]
+    directory = files["command"][2]
+    assert broker["command"] == ["mosquitto", "-c", f"{directory}/{CONFIGURATION}"]
+    assert broker["volumes"] == [f"broker:{directory}"]
+    assert f"broker:{directory}" in files["volumes"]
+    (user,) = (i.rest for i in target(DEPLOY / "coordinator.Dockerfile") if i.name == "USER")
+    assert broker["user"] == user, "the files are open to their owner alone"
+    assert broker["ports"] == [f"{MQTTS_PORT}:{MQTTS_PORT}"]
+    # Its name in the network of the containers, and outside.
+    assert "broker" in files["command"]
+    # The authority is made by one of the two, not by both at once.
+    assert "broker-files" in services["coordinator"]["depends_on"]
+    settings = unit(DEPLOY / BROKER_UNIT)
+    (line,) = settings["ExecStart"]
+    page = (DEPLOY / "README.md").read_text("utf-8")
+    (written,) = re.findall(r"starlings bus config (\S+)", page)
+    assert line == f"/usr/sbin/mosquitto -c {written}/{CONFIGURATION}"
+    assert settings["User"] == unit(DEPLOY / UNITS[0])["User"]
+    connections = BrokerSettings("job", MQTTS_PORT, written).connections
+    assert int(settings["LimitNOFILE"][0]) > connections
+    assert broker["ulimits"]["nofile"] > connections
 
 
 # ------------------------------------------------------------------ units
@@ -296,13 +331,14 @@ def test_the_workers_unit_gets_its_invite_as_a_credential():
         assert path in page
 
 
-@pytest.mark.parametrize("file", UNITS)
+@pytest.mark.parametrize("file", [*UNITS, BROKER_UNIT])
 def test_systemd_accepts_the_units(file: str, tmp_path: Path):
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze here")
     text = (DEPLOY / file).read_text("utf-8")
     # The program must exist.
-    (tmp_path / file).write_text(text.replace("/opt/starlings/bin/starlings", sys.executable))
+    there = re.sub(r"(?m)(?<=^ExecStart=)\S+", sys.executable, text)
+    (tmp_path / file).write_text(there)
     verified = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", tmp_path / file],
         capture_output=True,

@@ -53,7 +53,7 @@ class Image:
 
     def path(self, text: str) -> str:
         """The image's own directories are below `root`: /src, which RUN mounts, and the volumes."""
-        return re.sub(r"(?<![\w./])/(src|job|data|invite)(?![\w-])", rf"{self.root}/\1", text)
+        return re.sub(r"(?<![\w./])/(src|job|data|invite|broker)(?![\w-])", rf"{self.root}/\1", text)
 
     def environment(self) -> dict[str, str]:
         """That of an image: our own shell's settings for Python and Starlings stay out, those for pip come along."""
