@@ -410,6 +410,106 @@ class Heartbeat(_message.Message):
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
+class Telemetry(_message.Message):
+    """Counters since the engine's start, for people: sent every `telemetry_interval_s`, over the MQTT bus where the job has
+    one (topic worker/<id>/telemetry, QoS 0, at most 1 KiB), else on the control stream. Nothing is decided by them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Must equal the certificate's id, and the id in the topic."""
+    incarnation: _builtins.int
+    """Of the life that counts."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___TelemetrySample]:
+        """Oldest first; several in one message where the sender batches."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        samples: _abc.Iterable[Global___TelemetrySample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "samples", b"samples", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Telemetry: _TypeAlias = Telemetry  # noqa: Y015
+
+@_typing.final
+class TelemetrySample(_message.Message):
+    """The counters at one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WALL_TIME_S_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    FORWARD_BYTES_FIELD_NUMBER: _builtins.int
+    BACKWARD_BYTES_FIELD_NUMBER: _builtins.int
+    EXCHANGE_BYTES_FIELD_NUMBER: _builtins.int
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
+    CONTROL_BYTES_FIELD_NUMBER: _builtins.int
+    COMPUTE_S_FIELD_NUMBER: _builtins.int
+    SERIALISE_S_FIELD_NUMBER: _builtins.int
+    SEND_S_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    wall_time_s: _builtins.float
+    """The worker's wall clock, seconds since 1970."""
+    progress: _builtins.int
+    """As in Heartbeat."""
+    version: _builtins.int
+    """As in Heartbeat."""
+    forward_bytes: _builtins.int
+    """Activations sent so far."""
+    backward_bytes: _builtins.int
+    """Their gradients."""
+    exchange_bytes: _builtins.int
+    """Parts and aggregates of exchanges."""
+    state_bytes: _builtins.int
+    """Weights and optimizer state for late joiners, and for the keeper."""
+    control_bytes: _builtins.int
+    """On the control stream."""
+    compute_s: _builtins.float
+    """The device's, so far."""
+    serialise_s: _builtins.float
+    """Packing and unpacking tensors, codecs included."""
+    send_s: _builtins.float
+    """Transfers; they overlap with computing."""
+    wait_s: _builtins.float
+    """Since training began, with nothing to do."""
+    def __init__(
+        self,
+        *,
+        wall_time_s: _builtins.float = ...,
+        progress: _builtins.int = ...,
+        version: _builtins.int = ...,
+        forward_bytes: _builtins.int = ...,
+        backward_bytes: _builtins.int = ...,
+        exchange_bytes: _builtins.int = ...,
+        state_bytes: _builtins.int = ...,
+        control_bytes: _builtins.int = ...,
+        compute_s: _builtins.float = ...,
+        serialise_s: _builtins.float = ...,
+        send_s: _builtins.float = ...,
+        wait_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_bytes", b"backward_bytes", "compute_s", b"compute_s", "control_bytes", b"control_bytes", "exchange_bytes", b"exchange_bytes", "forward_bytes", b"forward_bytes", "progress", b"progress", "send_s", b"send_s", "serialise_s", b"serialise_s", "state_bytes", b"state_bytes", "version", b"version", "wait_s", b"wait_s", "wall_time_s", b"wall_time_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TelemetrySample: _TypeAlias = TelemetrySample  # noqa: Y015
+
+@_typing.final
 class ProbeReport(_message.Message):
     """What the device was measured to do, once the engine has started."""
 
