@@ -23,6 +23,11 @@ def workers_root() -> Path:
     return Path(platformdirs.user_data_dir("starlings", appauthor=False)) / "workers"
 
 
+def observers_root() -> Path:
+    """`<user data>/starlings/observers`: one directory per swarm that this machine may look at."""
+    return Path(platformdirs.user_data_dir("starlings", appauthor=False)) / "observers"
+
+
 def job_directory(job: str) -> Path:
     """The default directory of a job by its name."""
     if not _NAME.fullmatch(job):

@@ -7,7 +7,7 @@ tells a returning worker everything it needs.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +21,8 @@ WAITING_MESSAGES_LIMIT = 1024
 WAITING_BYTES_LIMIT = 144 << 20
 # Acknowledgements of heartbeats are dropped first: they say only that the coordinator lives.
 WAITING_MESSAGES_FOR_ACKS = 64
-SESSIONS_LIMIT = 2048
+# As many members as a job may have (core.membership), and some that are on their way out or come back meanwhile.
+SESSIONS_LIMIT = 12_000
 # A worker that never reads its streams to the end may open this many.
 LINGERING_PER_WORKER_LIMIT = 2
 
@@ -102,7 +103,8 @@ class SessionTable:
         self._limit = limit
         self._sessions: dict[int, WorkerSession] = {}
         # Streams that are over for us and have not ended yet, because the peer does not read.
-        self._lingering: list[WorkerId] = []
+        self._lingering: Counter[WorkerId] = Counter()
+        self._lingering_count = 0
         self._next_number = 1
         self._empty = asyncio.Event()
         self._empty.set()
@@ -112,9 +114,9 @@ class SessionTable:
 
     def open(self, worker_id: WorkerId) -> WorkerSession:
         """Raises TooManySessions."""
-        if len(self._sessions) + len(self._lingering) >= self._limit:
+        if len(self._sessions) + self._lingering_count >= self._limit:
             raise TooManySessions(f"{self._limit} control streams are open already")
-        if self._lingering.count(worker_id) >= LINGERING_PER_WORKER_LIMIT:
+        if self._lingering[worker_id] >= LINGERING_PER_WORKER_LIMIT:
             raise TooManySessions(f"earlier streams of {worker_id} were not read to their end")
         session = WorkerSession(self._next_number, worker_id)
         self._next_number += 1
@@ -130,11 +132,15 @@ class SessionTable:
     @contextmanager
     def lingering(self, session: WorkerSession) -> Iterator[None]:
         """While a closed session's stream gets its status."""
-        self._lingering.append(session.worker_id)
+        self._lingering[session.worker_id] += 1
+        self._lingering_count += 1
         try:
             yield
         finally:
-            self._lingering.remove(session.worker_id)
+            self._lingering[session.worker_id] -= 1
+            self._lingering_count -= 1
+            if not self._lingering[session.worker_id]:
+                del self._lingering[session.worker_id]
 
     def get(self, number: int, worker_id: WorkerId) -> WorkerSession | None:
         """The open session of that number, if it is that worker's."""

@@ -11,6 +11,7 @@ import ipaddress
 import os
 import socket
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cryptography import x509
@@ -39,16 +40,32 @@ class Reached:
         return ssl.DER_cert_to_PEM_cert(self.certificate_der).encode()
 
 
-async def reach(address: Address, *, server_name: str | None = None, timeout_s: float = TIMEOUT_S) -> Reached:
+async def reach(
+    address: Address,
+    *,
+    server_name: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+    advice: Mapping[Phase, str] | None = None,
+) -> Reached:
     """Connects, shakes hands without any trust and without sending anything else, and hangs up.
 
     Args:
         server_name: sent as SNI; None sends none.
         timeout_s: for each of the three phases.
+        advice: what to try when a phase fails, by phase; a coordinator's when left out.
 
     Raises:
         Unreachable: names host, port, what DNS gave, the phase, and what to try.
     """
+    try:
+        return await _reach(address, server_name, timeout_s)
+    except Unreachable as error:
+        if advice is None or error.phase is None or error.phase not in advice:
+            raise
+        raise _unreachable(address, error.resolved, error.phase, error.cause, advice[error.phase]) from None
+
+
+async def _reach(address: Address, server_name: str | None, timeout_s: float) -> Reached:
     resolved = await _resolve(address, timeout_s)
     host, writer = await _connect(address, resolved, timeout_s)
     try:
@@ -184,6 +201,7 @@ def _unreachable(
         port=address.port,
         phase=phase,
         resolved=resolved,
+        cause=cause,
     )
 
 

@@ -88,12 +88,15 @@ class Unreachable(WorldError):
         port: int = 0,
         phase: Phase | None = None,
         resolved: tuple[str, ...] = (),
+        cause: str = "",
     ) -> None:
         super().__init__(message)
         self.host = host
         self.port = port
         self.phase = phase
         self.resolved = resolved
+        # What happened, without host and advice.
+        self.cause = cause
 
 
 class PortBusy(WorldError):

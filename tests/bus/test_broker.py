@@ -10,6 +10,7 @@ import pytest
 
 from starlings_coordinator.broker.configuration import access_list
 from starlings_protos.authority import CertificateAuthority
+from starlings_protos.bus.payloads import PACKET_LIMIT_BYTES
 from starlings_protos.identity import OWNER, Identity, PeerIdentity, Role, key_to_pem, new_key
 from support.broker import Broker, broker, needs_mosquitto, new_identity, until
 
@@ -107,11 +108,11 @@ def test_an_oversize_packet_costs_its_sender_the_connection(running: Broker):
         running.client(new_identity(running.authority), subscribe=(mine,)) as listener,
         running.client(worker) as speaker,
     ):
-        assert speaker.publish(mine, bytes(60_000)) == 0
-        assert speaker.publish(mine, bytes(66_000)) == -1
+        assert speaker.publish(mine, bytes(250_000)) == 0
+        assert speaker.publish(mine, bytes(PACKET_LIMIT_BYTES)) == -1
         assert speaker.closed.is_set()
         until(lambda: listener.messages, "the small one")
-        assert [len(m.payload) for m in listener.messages] == [60_000]
+        assert [len(m.payload) for m in listener.messages] == [250_000]
 
 
 def test_who_subscribes_late_sees_what_is_retained_also_after_a_restart(tmp_path: Path):

@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from starlings_protos.bus.payloads import PACKET_LIMIT_BYTES
+from starlings_protos.bus.topics import PREFIX
+
 MQTTS_PORT = 8883
 # Files of the directory, and the folder for retained messages.
 CONFIGURATION, ACCESS, CA, CERTIFICATE, KEY, RETAINED = (
@@ -46,8 +49,8 @@ class BrokerSettings:
     listen: str = ""
     # Workers, observers and their reconnections. More need more file descriptors (LimitNOFILE) as well.
     connections: int = 12_000
-    # One packet: telemetry has 1 KiB, a plan notice more. Larger ones cost their sender the connection.
-    packet_bytes: int = 64 << 10
+    # Larger packets cost their sender the connection.
+    packet_bytes: int = PACKET_LIMIT_BYTES
     # For a client that does not read: what waits for it beyond this is dropped.
     queued_messages: int = 1_000
     queued_bytes: int = 4 << 20
@@ -125,7 +128,7 @@ def access_list(job: str, observers: Iterable[str] = (), revoked: Iterable[str] 
         observers: ids of all that have enrolled.
         revoked: ids of workers and observers that were shut out.
     """
-    topics = f"starlings/v1/{job}"
+    topics = f"{PREFIX}/{job}"
     shut_out = sorted(set(revoked))
     lines = [
         f"# Who may say what on the bus of {job}; written by `starlings bus config`, which adds observers and those",
