@@ -1,11 +1,12 @@
-"""Codecs that scale blocks of values: `int8:B` and `fp16`. Two sections: scales (bfloat16), then codes.
+"""The base of codecs that scale blocks of values. Sections: scales (bfloat16), the means of the bins where asked
+for (float32), then codes.
 
     code = round(value / scale)          value' = code * scale
 
 Scales are bfloat16, not float16: two bytes as well, with the range of float32. A gradient's block can peak at
 1e-6, and a 127th of that is far below what float16 can hold; an outlier of 1e9 is far above. What bfloat16
 lacks in precision costs nothing: the code is computed with the *rounded* scale, and rounding by at most 2**-8
-keeps |value / scale| below 127.5.
+keeps |value / scale| below half a step above the largest code.
 
 Work goes through chunks that stay in a core's cache, with buffers allocated once per call.
 """
@@ -20,6 +21,8 @@ import torch
 from starlings_compression.codec import Codec, Reader, check_floating
 from starlings_compression.errors import CodecError
 from starlings_compression.layout import Form
+from starlings_compression.means import BinMeans, check_means
+from starlings_compression.packing import check_rest, clear_rest, pack
 from starlings_compression.sizes import block_size
 from starlings_compression.spec import CodecSpec
 from starlings_compression.state import CodecState
@@ -27,33 +30,51 @@ from starlings_compression.tensors import DATA_TYPES, TORCH_TYPES, chunk_element
 
 # Below the smallest normal number machines disagree (some flush to zero), so scales never go there.
 SMALLEST_NORMAL = 2.0**-126
+BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class BlockCodec(Codec):
-    """`code * scale` by blocks. Subclasses say how a scale follows from a peak, and what a code is."""
+    """`code * scale` by blocks. Subclasses say how scales follow from a block, and what a code is."""
 
-    code_type: torch.dtype
-    # No code is larger in magnitude.
+    bits: int
+    # No code stands for a larger magnitude, in units of the scale.
     largest_code: float
 
     def __init__(self, spec: CodecSpec) -> None:
         super().__init__(spec)
         self.block = block_size(spec.values)
+        self.with_means = spec.values.flag == "means"
+
+    # ------------------------------------------------------------------ what a subclass implements
 
     @abstractmethod
-    def _scales(self, peaks: torch.Tensor, scales: torch.Tensor, inverses: torch.Tensor) -> None:
-        """Fills `scales` (bfloat16) and `inverses` (float32, what values are multiplied by) from the peaks.
+    def fit(self, source: torch.Tensor, work: Workspace, scales: torch.Tensor) -> None:
+        """Fills `scales` (bfloat16, blocks x 1) and `work.inverses` (float32, what values are multiplied by).
 
-        `peaks` (float32) may be overwritten.
+        `work.scaled` holds the magnitudes of `source` (float32, blocks x B) and `work.peaks` their largest; both
+        may be overwritten.
         """
 
-    def _round(self, scaled: torch.Tensor) -> None:
-        """Rounds scaled values in place where the conversion to codes would not do it rightly."""
+    @abstractmethod
+    def put(self, scaled: torch.Tensor, work: Workspace, out: torch.Tensor) -> None:
+        """Writes the codes of scaled values (flat, a multiple of 8, may be overwritten) into `out` (uint8)."""
 
     @abstractmethod
-    def _check_codes(self, codes: torch.Tensor) -> None:
-        """Raises CodecError when a code is not finite."""
+    def get(self, packed: torch.Tensor, into: torch.Tensor) -> None:
+        """Writes what the codes in `packed` (uint8) stand for, in units of the scale, into `into` (float32).
+
+        The last byte may hold more codes than `into` takes.
+        """
+
+    def codes_of(self, packed: torch.Tensor) -> torch.Tensor:
+        """The codes as numbers from 0, for codecs with means."""
+        raise NotImplementedError
+
+    def check_codes(self, packed: torch.Tensor) -> None:
+        """Raises CodecError when a code is not finite. Every integer is a code."""
+
+    # ------------------------------------------------------------------ encoding
 
     def write(
         self, values: torch.Tensor, sections: tuple[memoryview, ...], name: str, state: CodecState | None
@@ -61,26 +82,33 @@ class BlockCodec(Codec):
         flat = values.view(-1)
         check_floating(DATA_TYPES[flat.dtype], name, self.spec)
         count, device, on_host = flat.numel(), flat.device, flat.device.type == "cpu"
-        host_scales, host_codes = view(sections[0], torch.bfloat16), view(sections[1], self.code_type)
+        host_scales, host_codes = view(sections[0], torch.bfloat16), view(sections[-1], torch.uint8)
         scales = host_scales if on_host else torch.empty_like(host_scales, device=device)
         codes = host_codes if on_host else torch.empty_like(host_codes, device=device)
         # NaN wins every maximum, so this one number tells at the end whether any value was NaN or infinite.
         worst = torch.zeros((), dtype=torch.float32, device=device)
         whole = count - count % self.block
-        work = _Workspace(min(chunk_elements(device, self.block), max(whole, self.block)), self.block, device)
-        for start in range(0, whole, work.capacity):
-            stop = min(start + work.capacity, whole)
+        capacity = min(chunk_elements(device, self.block), max(whole, self.block))
+        means = BinMeans(self.bits, self.codes_of, device) if self.with_means else None
+        work = Workspace(capacity, self.block, device, means)
+        for start in range(0, whole, capacity):
+            stop = min(start + capacity, whole)
             blocks = slice(start // self.block, stop // self.block)
-            worst = self._write_chunk(flat[start:stop], scales[blocks], codes[start:stop], work, worst)
+            chunk_codes = codes[start * self.bits // 8 : stop * self.bits // 8]
+            worst = self._write_chunk(flat[start:stop], scales[blocks], chunk_codes, work, worst)
         if whole < count:
-            # The last block is filled up with zeros, which neither change its peak nor travel.
-            last = torch.zeros(self.block, dtype=flat.dtype, device=device)
-            last[: count - whole] = flat[whole:]
-            last_codes = torch.empty(self.block, dtype=self.code_type, device=device)
-            worst = self._write_chunk(last, scales[-1:], last_codes, work, worst)
-            codes[whole:] = last_codes[: count - whole]
+            # The last block is shorter; its codes are filled up to whole bytes.
+            rest = codes[whole * self.bits // 8 :]
+            filled = -(-(count - whole) // 8) * self.bits
+            last_codes = torch.empty(filled, dtype=torch.uint8, device=device)
+            tail = Workspace(count - whole, count - whole, device, means)
+            worst = self._write_chunk(flat[whole:], scales[-1:], last_codes, tail, worst)
+            rest.copy_(last_codes[: rest.numel()])
+            clear_rest(rest, count - whole, self.bits)
         if not math.isfinite(float(worst)):
             raise CodecError(f"{name}: NaN or infinite values")
+        if means is not None:
+            view(sections[1], torch.float32).copy_(means.finish(self._plain_levels()))
         if not on_host:
             host_scales.copy_(scales)
             host_codes.copy_(codes)
@@ -90,126 +118,131 @@ class BlockCodec(Codec):
         values: torch.Tensor,
         scales: torch.Tensor,
         codes: torch.Tensor,
-        work: _Workspace,
+        work: Workspace,
         worst: torch.Tensor,
     ) -> torch.Tensor:
-        """Whole blocks only. Returns the larger of `worst` and the chunk's peak."""
-        blocks = values.numel() // self.block
-        scaled, peaks, inverses = work.scaled[:blocks], work.peaks[:blocks], work.inverses[:blocks]
-        source = values.view(blocks, self.block)
+        """Values of `len(scales)` equal blocks. Returns the larger of `worst` and the chunk's peak."""
+        work = work.for_blocks(scales.numel())
+        source = values.view(scales.numel(), -1)
         if source.dtype != torch.float32:
             source = work.converted(source)
-        torch.abs(source, out=scaled)
-        torch.amax(scaled, dim=1, keepdim=True, out=peaks)
-        worst = torch.maximum(worst, peaks.amax())
-        self._scales(peaks, scales.view(blocks, 1), inverses)
-        torch.mul(source, inverses, out=scaled)
-        self._round(scaled)
-        codes.copy_(scaled.view(-1))
+        torch.abs(source, out=work.scaled)
+        torch.amax(work.scaled, dim=1, keepdim=True, out=work.peaks)
+        worst = torch.maximum(worst, work.peaks.amax())
+        self.fit(source, work, scales.view(-1, 1))
+        scaled = torch.mul(source, work.inverses, out=work.scaled).view(-1)
+        self.put(torch.nn.functional.pad(scaled, (0, -scaled.numel() % 8)), work, codes)
+        if work.means is not None:
+            work.means.add(source, scales, codes)
         return worst
+
+    # ------------------------------------------------------------------ decoding
 
     def reader(self, form: Form, sections: tuple[memoryview, ...], device: torch.device) -> Reader:
         check_floating(form.data_type, "packed tensor", self.spec)
         scales = view(sections[0], torch.bfloat16).to(torch.float32)
-        codes = view(sections[1], self.code_type)
-        largest_scale = 0.0
+        codes = view(sections[-1], torch.uint8)
+        largest_scale, largest_code = 0.0, self.largest_code
         if scales.numel():
             low, high = torch.aminmax(scales)
             largest_scale = float(high)
             # Written so that NaN fails too.
             if not (float(low) >= 0.0 and largest_scale < float("inf")):
                 raise CodecError("a scale is negative or not finite")
-        self._check_codes(codes)
+        check_rest(codes, form.element_count, self.bits)
+        self.check_codes(codes)
+        means = None
+        if self.with_means:
+            means = view(sections[1], torch.float32).to(device, copy=True)
+            largest_code = check_means(means)
         # A product beyond the type becomes the largest finite value: a block may peak at the end of its
         # type's range.
         largest = min(torch.finfo(TORCH_TYPES[form.data_type]).max, FLOAT32_MAX)
-        bound = largest if largest_scale * self.largest_code > largest else None
-        return _BlockReader(scales.to(device), codes.to(device), self.block, bound)
+        bound = largest if largest_scale * largest_code > largest else None
+        return _BlockReader(self, scales.to(device), codes.to(device), means, bound)
+
+    def _plain_levels(self) -> torch.Tensor:
+        """What each code stands for without means, in units of the scale."""
+        levels = torch.empty(1 << self.bits, dtype=torch.float32)
+        packed = torch.empty(levels.numel() * self.bits // 8, dtype=torch.uint8)
+        numbers = torch.arange(levels.numel(), dtype=torch.uint8)
+        pack(numbers, self.bits, packed)
+        self.get(packed, levels)
+        return levels
 
 
-class _Workspace:
+class Workspace:
     """Buffers for one call."""
 
-    def __init__(self, capacity: int, block: int, device: torch.device) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int, block: int, device: torch.device, means: BinMeans | None) -> None:
         blocks = capacity // block
         self.scaled = torch.empty(blocks, block, dtype=torch.float32, device=device)
         self.peaks = torch.empty(blocks, 1, dtype=torch.float32, device=device)
         self.inverses = torch.empty(blocks, 1, dtype=torch.float32, device=device)
-        self._converted: torch.Tensor | None = None
+        self.means = means
+        # Shared by all cuts of a workspace.
+        self._spare: dict[torch.dtype, torch.Tensor] = {}
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """A flat buffer of bytes, one for each value, rounded up to a multiple of 8."""
+        return self._buffer(torch.uint8)[: -(-self.scaled.numel() // 8) * 8]
+
+    def for_blocks(self, blocks: int) -> Workspace:
+        """The same buffers, cut to a number of blocks."""
+        if self.scaled.shape[0] == blocks:
+            return self
+        cut = Workspace.__new__(Workspace)
+        cut.scaled, cut.peaks, cut.inverses = (
+            self.scaled[:blocks],
+            self.peaks[:blocks],
+            self.inverses[:blocks],
+        )
+        cut.means, cut._spare = self.means, self._spare
+        return cut
 
     def converted(self, source: torch.Tensor) -> torch.Tensor:
         """`source` as float32. Float64 values beyond float32 become infinite, and are refused as such."""
-        if self._converted is None:
-            self._converted = torch.empty_like(self.scaled)
-        return self._converted[: source.shape[0]].copy_(source)
+        return self._buffer(torch.float32)[: source.numel()].view(source.shape).copy_(source)
+
+    def _buffer(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._spare:
+            self._spare[dtype] = torch.empty(self.scaled.numel() + 7, dtype=dtype, device=self.scaled.device)
+        return self._spare[dtype]
 
 
 class _BlockReader:
-    def __init__(self, scales: torch.Tensor, codes: torch.Tensor, block: int, bound: float | None) -> None:
+    def __init__(
+        self,
+        codec: BlockCodec,
+        scales: torch.Tensor,
+        codes: torch.Tensor,
+        means: torch.Tensor | None,
+        bound: float | None,
+    ) -> None:
+        self._codec = codec
         self._scales = scales
         self._codes = codes
-        self.granularity = block
+        self._means = means
         self._bound = bound
+        self.granularity = codec.block
 
     def read(self, start: int, stop: int, into: torch.Tensor) -> None:
         values = into if into.dtype == torch.float32 else torch.empty_like(into, dtype=torch.float32)
-        values.copy_(self._codes[start:stop])
-        whole = (stop - start) // self.granularity
-        first = start // self.granularity
-        split = whole * self.granularity
-        values[:split].view(whole, self.granularity).mul_(self._scales[first : first + whole].unsqueeze(1))
+        bits, block = self._codec.bits, self._codec.block
+        packed = self._codes[start * bits // 8 : -(-stop * bits // 8)]
+        if self._means is None:
+            self._codec.get(packed, values)
+        else:
+            codes = self._codec.codes_of(packed)[: stop - start]
+            torch.index_select(self._means, 0, codes.to(torch.int32), out=values)
+        whole = (stop - start) // block
+        first = start // block
+        split = whole * block
+        values[:split].view(whole, block).mul_(self._scales[first : first + whole].unsqueeze(1))
         if split < stop - start:
             values[split:].mul_(self._scales[first + whole])
         if self._bound is not None:
             values.clamp_(-self._bound, self._bound)
         if values is not into:
             into.copy_(values)
-
-
-class Int8Codec(BlockCodec):
-    """`int8:B`: scale = peak / 127, codes -127 to 127. Errors are at most half a scale."""
-
-    code_type = torch.int8
-    largest_code = 128.0
-
-    def _scales(self, peaks: torch.Tensor, scales: torch.Tensor, inverses: torch.Tensor) -> None:
-        scales.copy_(peaks.div_(127.0).clamp_(min=SMALLEST_NORMAL))
-        inverses.copy_(scales).reciprocal_()
-
-    def _round(self, scaled: torch.Tensor) -> None:
-        scaled.round_()
-
-    def _check_codes(self, codes: torch.Tensor) -> None:
-        """Every int8 is a code."""
-
-
-class Fp16Codec(BlockCodec):
-    """`fp16`: half precision, blocks of 1024 values, moved by a power of two to peak in 2**14 .. 2**15.
-
-    So small gradients keep their bits, which plain half precision rounds away below 6e-5 and loses below
-    6e-8, and nothing overflows. Relative error 2**-11 for all values within 2**-28 of their block's peak.
-    """
-
-    code_type = torch.float16
-    largest_code = 65504.0
-
-    def _scales(self, peaks: torch.Tensor, scales: torch.Tensor, inverses: torch.Tensor) -> None:
-        # On the bits, as a power function may be off by one. 2**e has the exponent field e + 127. A peak with
-        # field E lies in 2**(E - 127) .. 2**(E - 126), so its scale is 2**(E - 141), with field E - 14; the
-        # inverse of field f has 254 - f.
-        field = peaks.view(torch.int32)
-        field.bitwise_right_shift_(23).sub_(14).clamp_(min=1)
-        inverses.view(torch.int32).copy_(field).neg_().add_(254).bitwise_left_shift_(23)
-        field.bitwise_left_shift_(23)
-        scales.copy_(peaks)
-
-    def _check_codes(self, codes: torch.Tensor) -> None:
-        bits = codes.view(torch.int16)
-        step = chunk_elements(bits.device)
-        scratch = torch.empty(min(step, bits.numel()), dtype=torch.int16)
-        for start in range(0, bits.numel(), step):
-            chunk = scratch[: min(step, bits.numel() - start)]
-            torch.bitwise_and(bits[start : start + step], 0x7C00, out=chunk)
-            if int(chunk.max()) == 0x7C00:
-                raise CodecError("NaN or infinite values")

@@ -144,7 +144,6 @@ FAMILIES: dict[str, Family] = {
             "lowrank:RANK",
             "two factors of low rank (PowerSGD)",
             _number("rank", 4, 1, LARGEST_RANK),
-            exact_decode=False,
             has_state=True,
         ),
         Family(

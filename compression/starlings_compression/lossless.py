@@ -24,10 +24,11 @@ from starlings_compression.layout import (
 from starlings_compression.sizes import body_bytes, most_bytes, packed_bytes, plain_section_bytes
 from starlings_compression.spec import CodecSpec
 from starlings_compression.state import CodecState
-from starlings_compression.tensors import data_type_of
+from starlings_compression.tensors import data_type_of, is_finite
 
 # No frame of ours has a larger window, so none may make the reader set aside more.
 WINDOW_LIMIT_BYTES = 8 << 20
+PIECE_BYTES = 1 << 20
 
 
 def _zstandard() -> Any:
@@ -62,20 +63,43 @@ class ZstdCodec(Codec):
         form = Form(data_type_of(tensor, name), tuple(tensor.shape))
         item_bytes = form.data_type.item_bytes
         window = writable(out, most_bytes(self.spec, form.shape, item_bytes), name)
-        plain_sections = plain_section_bytes(self.spec, form.shape, item_bytes)
-        plain = bytearray(body_bytes(plain_sections))
-        sections = split_sections(plain_sections, memoryview(plain))
-        self._inner.write(tensor.contiguous(), sections, name, state)
-        squeezed: bytes | bytearray = self._library.ZstdCompressor(
+        plain = self._plain_of(tensor, form, state, name)
+        start = packed_bytes(self.spec, (0,), len(form.shape))
+        length = self._squeeze(plain, window[start:])
+        if length is None:
+            length = len(plain)
+            window[start : start + length] = plain
+        header = PackedHeader(self.spec, form, (length,))
+        write_header(header, window[: start + length])
+        return start + length
+
+    def _plain_of(self, tensor: torch.Tensor, form: Form, state: CodecState | None, name: str) -> memoryview:
+        """What the rest of the chain makes of the tensor; its own memory where that is the same."""
+        if self._inner.spec.raw and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
+            if not is_finite(tensor):
+                raise CodecError(f"{name}: NaN or infinite values")
+            return tensor.detach().view(-1).view(torch.uint8).numpy().data
+        sections = plain_section_bytes(self.spec, form.shape, form.data_type.item_bytes)
+        plain = bytearray(body_bytes(sections))
+        self._inner.write(tensor.contiguous(), split_sections(sections, memoryview(plain)), name, state)
+        return memoryview(plain)
+
+    def _squeeze(self, plain: memoryview, out: memoryview) -> int | None:
+        """Writes the frame piece by piece, so that no second buffer is needed; None when it is not shorter."""
+        squeezer = self._library.ZstdCompressor(
             level=self._level, write_checksum=False, write_content_size=True
-        ).compress(plain)
-        if len(squeezed) >= len(plain):
-            squeezed = plain
-        header = PackedHeader(self.spec, form, (len(squeezed),))
-        length = packed_bytes(self.spec, header.section_bytes, len(form.shape))
-        (section,) = write_header(header, window[:length])
-        section[:] = squeezed
-        return length
+        ).compressobj(size=len(plain))
+        written = 0
+        for start in range(0, len(plain), PIECE_BYTES):
+            piece = plain[start : start + PIECE_BYTES]
+            found = squeezer.compress(piece)
+            if start + PIECE_BYTES >= len(plain):
+                found += squeezer.flush()
+            if written + len(found) >= len(plain):
+                return None
+            out[written : written + len(found)] = found
+            written += len(found)
+        return written if written else None
 
     def open_sections(
         self, header: PackedHeader, sections: tuple[memoryview, ...], device: torch.device

@@ -77,3 +77,14 @@ def is_finite(tensor: torch.Tensor) -> bool:
         return True
     low, high = torch.aminmax(tensor)
     return math.isfinite(float(low)) and math.isfinite(float(high))
+
+
+def finite_peak(tensor: torch.Tensor, name: str) -> float:
+    """The largest magnitude; 0 of nothing. Raises CodecError for NaN, infinities, and what float32 cannot hold."""
+    if tensor.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(tensor)
+    peak = max(-float(low), float(high))
+    if not (math.isfinite(float(low)) and peak <= torch.finfo(torch.float32).max):
+        raise CodecError(f"{name}: NaN or infinite values")
+    return peak

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from starlings_compression.codec import make_codec
 from starlings_compression.errors import CodecError
 from starlings_compression.feedback import ErrorFeedback
+from starlings_compression.state import CodecState
 
 LIMIT = 1 << 20
 
@@ -22,7 +23,9 @@ def inputs(seed: int, count: int, size: int) -> list[torch.Tensor]:
 @given(
     st.integers(0, 1000),
     st.lists(st.sampled_from(["commit", "rollback", "again"]), min_size=1, max_size=20),
-    st.sampled_from(["int8:128", "int8:8", "fp16"]),
+    st.sampled_from(
+        ["int8:128", "fp16", "int4:8/means", "sign:8", "topk:3/16|int2:8", "randk:4/32", "dct-topk:8/5"]
+    ),
     st.integers(1, 400),
 )
 @settings(max_examples=60, deadline=None)
@@ -52,25 +55,31 @@ def test_committed_outputs_and_residual_add_up_to_committed_inputs(
     assert bool(((total - sum_in).abs() <= bound).all())
 
 
+@pytest.mark.parametrize(
+    "spec", ["int8:64", "topk:5/64|int2:8", "lowrank:1|int8:8", "randk:4/32", "dct-topk:8/5|sign"]
+)
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.95, 1.0])
-def test_the_recurrence_holds_exactly(decay: float) -> None:
+def test_the_recurrence_holds_exactly(spec: str, decay: float) -> None:
     """residual' = decay * residual + input - decoded, in float32."""
-    codec = make_codec("int8:64")
+    codec, state = make_codec(spec), CodecState()
     feedback = ErrorFeedback(codec, decay)
-    residual = torch.zeros(200)
+    residual = torch.zeros(20, 10)
     for tensor in inputs(1, 10, 200):
+        tensor = tensor.view(20, 10)
         data = feedback.encode(tensor)
         feedback.commit()
         corrected = tensor.clone().add_(residual, alpha=decay)
-        assert data == codec.encode(corrected)
+        assert data == codec.encode(corrected, state)
+        state.commit()
         residual = corrected - codec.decode(data, limit_bytes=LIMIT)
         assert feedback.residual is not None
         assert torch.equal(feedback.residual, residual)
 
 
-def test_rollback_restores_and_encoding_again_repeats_the_bytes() -> None:
-    feedback = ErrorFeedback(make_codec("int8:128"))
-    first, second = inputs(2, 2, 300)
+@pytest.mark.parametrize("spec", ["int8:128", "lowrank:2", "randk:4/32"])
+def test_rollback_restores_and_encoding_again_repeats_the_bytes(spec: str) -> None:
+    feedback = ErrorFeedback(make_codec(spec), seed=3)
+    first, second = (tensor.view(20, 15) for tensor in inputs(2, 2, 300))
     feedback.encode(first)
     feedback.commit()
     before = feedback.residual
@@ -118,6 +127,21 @@ def test_feedback_beats_none_on_a_small_steady_signal() -> None:
         plain += codec.decode(codec.encode(signal), limit_bytes=LIMIT)
     assert float(plain[5]) == 0.0
     assert float(received[5]) == pytest.approx(0.1, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    "spec", ["int2", "sign", "topk:4/64|sign:8", "randk:4/64", "dct-topk:8/6|sign", "lowrank:1"]
+)
+def test_a_steady_signal_arrives_through_any_codec(spec: str) -> None:
+    """What is left of the sum after 200 rounds is a bounded residual, however little each round carries."""
+    signal = torch.randn(64, 8, generator=torch.Generator().manual_seed(4))
+    codec = make_codec(spec)
+    feedback = ErrorFeedback(codec)
+    received = torch.zeros_like(signal)
+    for _ in range(200):
+        received += codec.decode(feedback.encode(signal), limit_bytes=LIMIT)
+        feedback.commit()
+    assert float((received / 200 - signal).norm() / signal.norm()) < 0.15
 
 
 def test_lossless_codecs_keep_no_residual() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from starlings_compression.codec import make_codec
 from starlings_compression.errors import CompressionError, SpecError
+from starlings_compression.families import FAMILIES
 from starlings_compression.layout import DataType
 from starlings_compression.sizes import size_estimate
 from starlings_compression.spec import parse_spec
@@ -69,8 +70,9 @@ def test_error_names_what_is_allowed() -> None:
 
 
 def test_every_family_has_a_codec() -> None:
-    for name in ("exact", "fp16", "int8", "zstd"):
+    for name in FAMILIES:
         assert name in [element.name for element in make_codec(name).spec.elements]
+        assert FAMILIES[name].usage.startswith(name)
 
 
 @pytest.mark.parametrize("spec", ALL_SPECS)

@@ -1,0 +1,61 @@
+"""Peak memory of the whole process while a large tensor is encoded and decoded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from codec_cases import EVERY
+
+# Linux keeps the highest resident size, and forgets it when asked. The tensor is 32 MiB of float32.
+CHILD = """
+import sys, torch
+from starlings_compression.codec import make_codec
+
+def resident(name):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(name))
+
+torch.set_num_threads(1)
+tensor = torch.randn(2048, 4096)
+for spec in sys.argv[1:]:
+    codec = make_codec(spec)
+    # Libraries that are loaded at first use do not count.
+    small = codec.encode(tensor[:64])
+    codec.decode(small, limit_bytes=1 << 30)
+    for what in ("encode", "decode"):
+        with open("/proc/self/clear_refs", "w") as refs:
+            refs.write("5")
+        before = resident("VmRSS")
+        if what == "encode":
+            data = codec.encode(tensor)
+        else:
+            out = torch.zeros_like(tensor)
+            before = resident("VmRSS")
+            codec.decode(data, limit_bytes=1 << 30, out=out)
+        extra = resident("VmHWM") - before
+        print(spec, what, extra / (tensor.numel() * 4))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of resident memory"
+)
+def test_peak_memory_beside_the_input_is_below_one_and_a_half_of_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *EVERY], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    extra = {
+        (spec, what): float(share)
+        for spec, what, share in (line.split() for line in done.stdout.splitlines())
+    }
+    assert len(extra) == 2 * len(EVERY)
+    assert {key: share for key, share in extra.items() if share >= 1.5} == {}
+    # Most need far less than that: the bytes themselves and a few chunks.
+    assert extra["int8:128", "encode"] < 0.6
+    assert extra["topk:64/4096", "encode"] < 0.5
