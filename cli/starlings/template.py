@@ -32,7 +32,7 @@ ABOUT: Mapping[str, str] = {
     "checkpoint": "Where and how often the weights are saved.",
     "network": "How volunteers reach the coordinator.",
     "network.ports": "Port 0 means any free one; the chosen one is reported.",
-    "bus": "MQTT for presence and telemetry: not there yet.",
+    "bus": "An MQTT broker over which the swarm can be followed; training never depends on it.",
 }
 
 COMMENTS: Mapping[str, str] = {
@@ -80,7 +80,8 @@ COMMENTS: Mapping[str, str] = {
     "network.ports.control": "Workers keep one connection to it. Must be reachable from outside.",
     "network.ports.enrolment": "Invites are traded for certificates here. Must be reachable from outside.",
     "network.ports.page": "Reserved for the web page, on this machine only.",
-    "bus.url": "Leave it out.",
+    "bus.url": "Where the broker is; `starlings bus config` configures one. Left out: there is no bus.",
+    "bus.payload": '"protobuf", or "json" for tools that have no schema compiler.',
 }
 
 # Shown instead of a default that is "none", so that the line still says what may stand there.
@@ -90,8 +91,9 @@ _EXAMPLES: Mapping[str, Any] = {
     "data.limit": "8MB",
     "checkpoint.to": "s3://bucket/path",
     "network.host": ["swarm.example.org"],
+    "bus.url": "mqtts://swarm.example.org:8883",
 }
-_SKIPPED = ("prepared", "bus")
+_SKIPPED = ("prepared",)
 _HEAD = """\
 # A Starlings job. Lines that begin with '#' show defaults: remove the '#' to change one.
 # Next:  starlings prepare {file}  &&  starlings coordinator {file}

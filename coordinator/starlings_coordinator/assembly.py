@@ -100,8 +100,8 @@ def open_store(options: CoordinatorOptions, job: JobSpec) -> Store:
         elif known != job.digest():
             raise StoreMismatch(
                 f"The log was written for another version of the job ({known[:12]}, now {job.digest()[:12]}): only "
-                "tokens, [swarm], [checkpoint] and [network] may change. Undo the change, or prepare it as a new job "
-                "(--dir)."
+                "tokens, [swarm], [checkpoint], [network] and [bus] may change. Undo the change, or prepare it as a "
+                "new job (--dir)."
             )
     except BaseException:
         store.close()

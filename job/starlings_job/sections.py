@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from starlings_compression.spec import parse_spec
 from starlings_job.presets import PRESETS
 from starlings_job.units import parse_bytes, parse_count
+from starlings_protos.bus.address import parse_bus_url
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -242,11 +243,12 @@ class NetworkSection(Section):
 
 
 class BusSection(Section):
+    # Where the MQTT broker is; left out: the job has no bus.
     url: str | None = None
+    # How messages on the bus are written: compactly, or for tools that have no schema compiler.
+    payload: Literal["protobuf", "json"] = "protobuf"
 
-    @field_validator("url", mode="before")
+    @field_validator("url")
     @classmethod
-    def _url(cls, value: object) -> object:
-        if value:
-            raise ValueError("the MQTT bus is not there yet (it comes in a later version); leave [bus] out")
-        return None
+    def _url(cls, value: str | None) -> str | None:
+        return None if value is None else str(parse_bus_url(value))

@@ -139,7 +139,7 @@ class JobSpec(Section):
         if self.prepared is not None:
             record["model"] = {"untie": self.model.untie}
             record["data"].update(source=["prepared"], tokenizer="prepared")
-            for section in ("checkpoint", "network", "bus"):
+            for section in ("checkpoint", "network", *(() if self.bus.url else ("bus",))):
                 del record[section]
         return _canonical(record)
 

@@ -10,7 +10,7 @@ import pytest
 
 from starlings_job.errors import JobFileError
 from starlings_job.presets import PRESETS
-from starlings_job.spec import JobSpec, load_job, parse_job
+from starlings_job.spec import JobSpec, PreparedSection, load_job, parse_job
 
 MINIMAL = '[job]\nname = "demo"\ntokens = "0.8M"\n[model]\npreset = "tiny"\n'
 
@@ -73,7 +73,9 @@ def test_microbatch_follows_batch_when_left_out() -> None:
         ('[exchange]\nrobust = "trimmed"', "write 'none'"),
         ('[exchange]\ncodec = "rle:64/4096"', "unknown name 'rle'; allowed: topk:K/CHUNK, randk:K/CHUNK"),
         ('[pipeline]\ncodec = "int9"', "line 7: [pipeline] codec: codec 'int9': unknown name"),
-        ('[bus]\nurl = "mqtt://x"', "leave [bus] out"),
+        ('[bus]\nurl = "mqtt://x"', "line 7: [bus] url: mqtt:// is not encrypted and only for localhost"),
+        ('[bus]\nurl = ""', "does not begin with mqtts://"),
+        ('[bus]\npayload = "xml"', "allowed: 'protobuf' or 'json'"),
         ("[network.ports]\ncontrol = 70000", "[network.ports] control: "),
         ("[network.ports]\ncontroll = 7", "[network.ports] has no key 'controll'"),
         ('[network]\nhost = "a b"', "no host name or address"),
@@ -173,3 +175,16 @@ def test_the_torch_free_modules_are_torch_free() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_workers_hear_of_the_bus_and_it_is_no_other_job_for_it() -> None:
+    plain, bus = (
+        parse_job(MINIMAL),
+        parse_job(MINIMAL + '[bus]\nurl = "mqtts://broker.example"\npayload = "json"\n'),
+    )
+    assert bus.bus.url == "mqtts://broker.example:8883"
+    assert bus.digest() == plain.digest()
+    prepared = {"prepared": PreparedSection(model={}, dataset={})}
+    heard = JobSpec.from_json(bus.model_copy(update=prepared).to_json())
+    assert heard.bus == bus.bus
+    assert JobSpec.from_json(plain.model_copy(update=prepared).to_json()).bus.url is None

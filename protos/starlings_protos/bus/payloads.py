@@ -18,11 +18,12 @@ from starlings_protos.bus.topics import Kind, Topic
 LIMIT_BYTES: dict[Kind, int] = {
     Kind.STATUS: 4 * 1024,
     Kind.TELEMETRY: 1024,
-    Kind.PLAN: 256 * 1024,
-    Kind.EVENT: 64 * 1024,
+    Kind.PLAN: 48 * 1024,
+    Kind.EVENT: 16 * 1024,
     Kind.COMMAND: 1024,
 }
-# The largest packet that a client or the broker needs to take: payload, topic and properties.
+# The largest packet that a client or the broker needs to take: payload, topic and properties. The broker's own limit
+# (`starlings bus config`) is above it.
 PACKET_LIMIT_BYTES = max(LIMIT_BYTES.values()) + 1024
 
 BusMessage = (
