@@ -95,12 +95,15 @@ def test_names_of_the_other_roles(authority: CertificateAuthority, peer: PeerIde
 
 
 def test_only_those_who_serve_may_serve(authority: CertificateAuthority):
-    for peer, usage in (
-        (OWNER, ExtendedKeyUsageOID.CLIENT_AUTH),
-        (COORDINATOR, ExtendedKeyUsageOID.SERVER_AUTH),
+    serves, calls = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+    for peer, usages in (
+        (OWNER, [calls]),
+        (PeerIdentity("o" + "0" * 16, Role.OBSERVER), [calls]),
+        # It calls the broker.
+        (COORDINATOR, [serves, calls]),
     ):
         certificate = read_certificate(authority.issue_identity(peer, NOW).certificate_pem)
-        assert list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) == [usage]
+        assert list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) == usages
 
 
 def test_the_ca_is_the_enrolment_server(authority: CertificateAuthority):
