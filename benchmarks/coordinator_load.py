@@ -26,12 +26,13 @@ from starlings_protos.authority import CertificateAuthority
 from starlings_protos.channels import control_channel
 from starlings_protos.identity import Identity, PeerIdentity, Role, key_id, key_to_pem, new_key
 from starlings_protos.invite import parse_invite
+from starlings_protos.telemetry import TELEMETRY_INTERVAL_S
 from starlings_worker.enrol import enrol
 
 # As a demo's job has them.
 KINDS = ("embed", "layer", "head")
-SENT = ("forward", "backward", "exchange", "state", "control")
-SPENT = ("compute", "serialise", "send", "wait")
+SENT = ("forward_bytes", "backward_bytes", "exchange_bytes", "state_bytes", "control_bytes")
+SPENT = ("compute_s", "serialise_s", "send_s", "wait_s")
 # Handshakes at once in one generator: more only fight for its core.
 CONNECTING_AT_ONCE = 32
 JOIN_PATIENCE_S = 60.0
@@ -100,14 +101,21 @@ class Worker:
     async def beat(self) -> None:
         message = control_pb2.ToCoordinator()
         heartbeat = message.heartbeat
+        counters = control_pb2.ToCoordinator()
+        sample = counters.telemetry.samples.add(wall_time_s=time.time())
+        counters.telemetry.worker_id = self.identity.id
         for kind in SENT:
-            heartbeat.bytes_sent[kind] = self.rng.getrandbits(34)
+            setattr(sample, kind, self.rng.getrandbits(34))
         for kind in SPENT:
-            heartbeat.seconds[kind] = self.rng.uniform(0, 1e4)
+            setattr(sample, kind, self.rng.uniform(0, 1e4))
         next_s = time.monotonic() + self.interval_s * self.rng.random()
+        counted_s = time.monotonic() - TELEMETRY_INTERVAL_S * self.rng.random()
         while True:
             await asyncio.sleep(max(0.0, next_s - time.monotonic()))
             heartbeat.progress += 1
+            if time.monotonic() - counted_s >= TELEMETRY_INTERVAL_S:
+                counted_s = time.monotonic()
+                await self.call.write(counters)
             self.sent_at_s = time.monotonic()
             await self.call.write(message)
             self.counted.beats += 1

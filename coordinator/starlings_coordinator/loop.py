@@ -33,8 +33,8 @@ class CoreLoop:
         self._events: asyncio.Queue[Event | asyncio.Event] = asyncio.Queue(WAITING_EVENTS_LIMIT)
         # What our own children and timers say is never held up by what comes from outside.
         self._inside: list[Event] = []
-        # The newest sign of life of each stream since the last turn.
-        self._signs: dict[int, WorkerSaid] = {}
+        # The newest heartbeat and the newest counters of each stream since the last turn.
+        self._signs: dict[tuple[int, type], WorkerSaid] = {}
         self._reached: list[asyncio.Event] = []
         self._stopping = False
         self._over = False
@@ -52,11 +52,11 @@ class CoreLoop:
         self._wake()
 
     def post_sign(self, said: WorkerSaid) -> None:
-        """A heartbeat: never waits, and wakes nobody; the next turn takes it, at the latest a tick later. Of several
-        from one stream only the newest counts, so that a stream cannot fill anything with them.
+        """A heartbeat, or counters: never waits, and wakes nobody; the next turn takes it, at the latest a tick later.
+        Of several from one stream only the newest counts, so that a stream cannot fill anything with them.
         """
         if not self._over:
-            self._signs[said.session] = said
+            self._signs[said.session, type(said.message)] = said
 
     async def turn(self) -> None:
         """Waits until everything posted before was handled and its effects have left, or the loop is over."""

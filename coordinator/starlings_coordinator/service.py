@@ -26,6 +26,7 @@ from starlings_protos.errors import RefusedError, abort, abort_with
 from starlings_protos.identity import PeerIdentity
 from starlings_protos.messages import Heartbeat, Hello, Refusal, WorkerId
 from starlings_protos.peers import Context, peer_identity
+from starlings_protos.telemetry import Telemetry
 
 R = TypeVar("R")
 
@@ -144,6 +145,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
             said = WorkerSaid(session.number, worker_id, record)
             if isinstance(record, Heartbeat):
                 self._acknowledge(session)
+                self._loop.post_sign(said)
+            elif isinstance(record, Telemetry):
                 self._loop.post_sign(said)
             else:
                 await self._loop.post(said)

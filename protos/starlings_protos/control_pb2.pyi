@@ -198,6 +198,7 @@ class ToCoordinator(_message.Message):
     PEER_UNREACHABLE_FIELD_NUMBER: _builtins.int
     EXCHANGE_FAILED_FIELD_NUMBER: _builtins.int
     CATCH_UP_FAILED_FIELD_NUMBER: _builtins.int
+    TELEMETRY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -226,6 +227,8 @@ class ToCoordinator(_message.Message):
     def exchange_failed(self) -> Global___ExchangeFailed: ...
     @_builtins.property
     def catch_up_failed(self) -> Global___CatchUpFailed: ...
+    @_builtins.property
+    def telemetry(self) -> Global___Telemetry: ...
     def __init__(
         self,
         *,
@@ -243,12 +246,13 @@ class ToCoordinator(_message.Message):
         peer_unreachable: Global___PeerUnreachable | None = ...,
         exchange_failed: Global___ExchangeFailed | None = ...,
         catch_up_failed: Global___CatchUpFailed | None = ...,
+        telemetry: Global___Telemetry | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "state_report", b"state_report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "state_report", b"state_report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "probe_report", "ready", "lease_request", "microbatch_done", "microbatch_failed", "prepared", "state_report", "engine_down", "leaving", "peer_unreachable", "exchange_failed", "catch_up_failed"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "probe_report", "ready", "lease_request", "microbatch_done", "microbatch_failed", "prepared", "state_report", "engine_down", "leaving", "peer_unreachable", "exchange_failed", "catch_up_failed", "telemetry"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -333,77 +337,25 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Sent every `heartbeat_interval_s`: liveness, progress, and counters since the engine's start."""
+    """Sent every `heartbeat_interval_s`: liveness and progress."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    @_typing.final
-    class BytesSentEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.int
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.int = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    @_typing.final
-    class SecondsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.float
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.float = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
     PROGRESS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    BYTES_SENT_FIELD_NUMBER: _builtins.int
-    SECONDS_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Rises whenever the training loop gets something done; a hung engine is told from a slow one by it."""
     version: _builtins.int
     """Committed version of the weights that the engine holds."""
-    @_builtins.property
-    def bytes_sent(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Bytes sent so far by kind: "forward", "backward", "exchange", "state", "control"."""
-
-    @_builtins.property
-    def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Seconds spent so far by kind: "compute", "serialise", "send", "wait"."""
-
     def __init__(
         self,
         *,
         progress: _builtins.int = ...,
         version: _builtins.int = ...,
-        bytes_sent: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
-        seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "progress", b"progress", "seconds", b"seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1105,6 +1057,7 @@ class Welcome(_message.Message):
     WALL_TIME_S_FIELD_NUMBER: _builtins.int
     PROFILE_JSON_FIELD_NUMBER: _builtins.int
     PROBE_NOW_FIELD_NUMBER: _builtins.int
+    TELEMETRY_INTERVAL_S_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Of the range in Hello."""
     incarnation: _builtins.int
@@ -1123,6 +1076,8 @@ class Welcome(_message.Message):
     """The model's profile, JSON (see starlings_job.profile)."""
     probe_now: _builtins.bool
     """False while another probe of the same host runs; a second Welcome follows."""
+    telemetry_interval_s: _builtins.float
+    """Seconds between two Telemetry messages of a worker that has settled down."""
     def __init__(
         self,
         *,
@@ -1135,10 +1090,11 @@ class Welcome(_message.Message):
         wall_time_s: _builtins.float = ...,
         profile_json: _builtins.bytes = ...,
         probe_now: _builtins.bool = ...,
+        telemetry_interval_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_key_der", b"assignment_key_der", "heartbeat_interval_s", b"heartbeat_interval_s", "incarnation", b"incarnation", "job_digest", b"job_digest", "job_json", b"job_json", "probe_now", b"probe_now", "profile_json", b"profile_json", "protocol", b"protocol", "wall_time_s", b"wall_time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_key_der", b"assignment_key_der", "heartbeat_interval_s", b"heartbeat_interval_s", "incarnation", b"incarnation", "job_digest", b"job_digest", "job_json", b"job_json", "probe_now", b"probe_now", "profile_json", b"profile_json", "protocol", b"protocol", "telemetry_interval_s", b"telemetry_interval_s", "wall_time_s", b"wall_time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1781,6 +1737,7 @@ class StatusReply(_message.Message):
     CHECKPOINT_TROUBLE_FIELD_NUMBER: _builtins.int
     STEP_MICROBATCHES_FIELD_NUMBER: _builtins.int
     STEP_MICROBATCHES_DONE_FIELD_NUMBER: _builtins.int
+    BUS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """The job's name."""
     phase: _builtins.str
@@ -1842,6 +1799,10 @@ class StatusReply(_message.Message):
     def loss_curve(self) -> _containers.RepeatedCompositeFieldContainer[Global___LossPoint]:
         """Points newer than the request's `after_event`, thinned for long jobs."""
 
+    @_builtins.property
+    def bus(self) -> Global___BusHealth:
+        """Absent when the job has no MQTT bus."""
+
     def __init__(
         self,
         *,
@@ -1872,14 +1833,53 @@ class StatusReply(_message.Message):
         checkpoint_trouble: _builtins.str = ...,
         step_microbatches: _builtins.int = ...,
         step_microbatches_done: _builtins.int = ...,
+        bus: Global___BusHealth | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "checkpoint_trouble", b"checkpoint_trouble", "dropped_messages", b"dropped_messages", "elapsed_s", b"elapsed_s", "events", b"events", "failure", b"failure", "has_validation_loss", b"has_validation_loss", "job", b"job", "loss", b"loss", "loss_curve", b"loss_curve", "phase", b"phase", "plan_version", b"plan_version", "sample_text", b"sample_text", "samples_leased", b"samples_leased", "samples_lost", b"samples_lost", "samples_trained", b"samples_trained", "stages", b"stages", "step", b"step", "step_microbatches", b"step_microbatches", "step_microbatches_done", b"step_microbatches_done", "steps_total", b"steps_total", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "validation_loss", b"validation_loss", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus", "checkpoint", b"checkpoint", "checkpoint_trouble", b"checkpoint_trouble", "dropped_messages", b"dropped_messages", "elapsed_s", b"elapsed_s", "events", b"events", "failure", b"failure", "has_validation_loss", b"has_validation_loss", "job", b"job", "loss", b"loss", "loss_curve", b"loss_curve", "phase", b"phase", "plan_version", b"plan_version", "sample_text", b"sample_text", "samples_leased", b"samples_leased", "samples_lost", b"samples_lost", "samples_trained", b"samples_trained", "stages", b"stages", "step", b"step", "step_microbatches", b"step_microbatches", "step_microbatches_done", b"step_microbatches_done", "steps_total", b"steps_total", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "validation_loss", b"validation_loss", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class BusHealth(_message.Message):
+    """The coordinator's own connection to the MQTT bus. Training does not depend on it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    URL_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
+    FOR_S_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    url: _builtins.str
+    """As in the job file."""
+    connected: _builtins.bool
+    """Whether the broker serves the coordinator now."""
+    for_s: _builtins.float
+    """How long it has been so, seconds."""
+    reason: _builtins.str
+    """Why it is not connected, in words."""
+    dropped: _builtins.int
+    """Messages that were dropped because the broker was away or slow."""
+    def __init__(
+        self,
+        *,
+        url: _builtins.str = ...,
+        connected: _builtins.bool = ...,
+        for_s: _builtins.float = ...,
+        reason: _builtins.str = ...,
+        dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "dropped", b"dropped", "for_s", b"for_s", "reason", b"reason", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BusHealth: _TypeAlias = BusHealth  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):
@@ -1964,11 +1964,13 @@ class WorkerStatus(_message.Message):
     def gossip_peers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GossipPeer]: ...
     @_builtins.property
     def bytes_sent(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """As in its last Heartbeat."""
+        """Sent so far by kind, "forward", "backward", "exchange", "state", "control", as of the last Telemetry that came to the
+        coordinator; empty where telemetry goes over the bus.
+        """
 
     @_builtins.property
     def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """As in its last Heartbeat."""
+        """Spent so far by kind, "compute", "serialise", "send", "wait"; as above."""
 
     def __init__(
         self,

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NewType
 
+from starlings_protos.telemetry import Telemetry
+
 WorkerId = NewType("WorkerId", str)
 KEEPER = WorkerId("keeper")
 
@@ -131,8 +133,6 @@ class Hello:
 class Heartbeat:
     progress: int = 0
     version: int = 0
-    bytes_sent: Mapping[str, int] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +242,7 @@ ToCoordinator = (
     | PeerUnreachable
     | ExchangeFailed
     | CatchUpFailed
+    | Telemetry
 )
 
 # ------------------------------------------------------------------ coordinator -> worker
@@ -258,6 +259,7 @@ class Welcome:
     wall_time_s: float
     profile_json: bytes
     probe_now: bool
+    telemetry_interval_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,15 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class BusHealth:
+    url: str
+    connected: bool
+    for_s: float
+    reason: str
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True)
 class StatusReply:
     job: str
     phase: str
@@ -71,3 +80,5 @@ class StatusReply:
     step_microbatches_done: int = 0
     # The shell decodes it from the generated tokens: the pure core leaves it empty.
     sample_text: str = ""
+    # The shell's as well.
+    bus: BusHealth | None = None

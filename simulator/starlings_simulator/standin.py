@@ -57,6 +57,7 @@ from starlings_protos.messages import (
     Welcome,
     WorkerId,
 )
+from starlings_protos.telemetry import Telemetry
 
 
 @dataclass(slots=True)
@@ -289,7 +290,7 @@ class StandIn:
         match message:
             case ProbeReport():
                 member.probe = message
-            case Heartbeat():
+            case Heartbeat() | Telemetry():
                 pass
             case Ready():
                 if self.phase == "loading" and message.plan_version == self.plan_version:

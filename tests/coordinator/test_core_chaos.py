@@ -62,6 +62,7 @@ from starlings_protos.messages import (
     ToCoordinator,
     WorkerId,
 )
+from starlings_protos.telemetry import Telemetry, TelemetrySample
 from support.core_world import World, config, received
 
 NAMES = ("wa", "wb", "wc", "wd")
@@ -90,6 +91,7 @@ def nonsense(draw: random.Random) -> ToCoordinator:
     kinds: list[ToCoordinator] = [
         Hello(who, 1, 1, "0"),
         Heartbeat(numbers(draw), numbers(draw)),
+        Telemetry(who, numbers(draw), (TelemetrySample(floats(draw), numbers(draw)),) * draw.randrange(3)),
         ProbeReport({"layer": floats(draw)}, {"layer": floats(draw)}, numbers(draw), ("x:1",), floats(draw)),
         Ready(numbers(draw), numbers(draw), {"embed": "x"}),
         LeaseRequest(numbers(draw)),

@@ -32,6 +32,7 @@ from starlings_protos.messages import (
     ToCoordinator,
     WorkerId,
 )
+from starlings_protos.telemetry import Telemetry, TelemetrySample
 
 WORKER = WorkerId("w" + "0" * 16)
 
@@ -59,7 +60,8 @@ def test_honest_messages_pass_unchanged() -> None:
     key = MicrobatchKey(LeaseKind.TRAIN, 1, 0, 2)
     for record in (
         Hello(WORKER, 1, 1, "0.1", device="cpu (emulating rtx3060)", numeric_class="cpu:avx2:2.13"),
-        Heartbeat(3, 4, {"forward": 12}, {"wait": 0.5}),
+        Heartbeat(3, 4),
+        Telemetry(WORKER, 1, (TelemetrySample(1e9, 3, 4, 12, wait_s=0.5),)),
         ProbeReport({"layer": 0.1}, {"layer": 0.2}, 1 << 30, ("10.0.0.1:7710", "::1:7710")),
         MicrobatchDone(key, (Hop(WORKER, 0, 1),), 3.5, 64),
         StateReport(3, {f"layers.{i}": "ab" * 32 for i in range(200)}),
@@ -74,14 +76,14 @@ def test_texts_for_people_lose_what_could_move_a_cursor() -> None:
     assert len(down.reason) <= intake.TEXT_LIMIT_CHARACTERS
     hello = _through(Hello(WORKER, 1, 1, "v", device="a\nb\x07"))
     assert hello.device == "a b"
-    assert list(_through(Heartbeat(bytes_sent={"\x1bkind": 1})).bytes_sent) == ["kind"]
+    assert list(_through(StateReport(1, {"\x1bkind": "ab"})).block_digests) == ["kind"]
 
 
 def test_losses_may_diverge_and_other_numbers_may_not() -> None:
     key = MicrobatchKey(LeaseKind.TRAIN, 0, 0, 0)
     assert math.isnan(_through(MicrobatchDone(key, (), math.nan, 1)).loss_sum)
     for record in (
-        Heartbeat(seconds={"wait": math.nan}),
+        Telemetry(WORKER, 1, (TelemetrySample(1e9, wait_s=math.nan),)),
         ProbeReport({"layer": math.inf}, {}, 1, ("h:1",)),
         ProbeReport({}, {}, 1, ("h:1",), uplink_bytes_per_s=-math.inf),
     ):

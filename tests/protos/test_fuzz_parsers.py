@@ -38,7 +38,7 @@ TO_COORDINATOR = (
     messages.Hello(
         WorkerId("w0123456789abcdef"), 1, 1, "0.1.0", "ab" * 32, "cpu", "host", "site", "eu", "cpu"
     ),
-    messages.Heartbeat(3, 2, {"forward": 10}, {"compute": 0.5}),
+    messages.Heartbeat(3, 2),
     messages.ProbeReport({"layer": 0.1}, {"layer": 0.2}, 1 << 30, ("127.0.0.1:7710",)),
     messages.Ready(1, 2, {"layers.0": "ab" * 32}),
     messages.MicrobatchDone(KEY, (HOP,), 12.5, 512),

@@ -17,12 +17,21 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from starlings_protos import common_pb2, control_pb2, convert, data_pb2, messages, process_pb2, status
+from starlings_protos import (
+    common_pb2,
+    control_pb2,
+    convert,
+    data_pb2,
+    messages,
+    process_pb2,
+    status,
+    telemetry,
+)
 
 MODULES = (common_pb2, control_pb2, data_pb2, process_pb2)
 RECORDS: dict[str, type] = {
     name: value
-    for name, value in (vars(messages) | vars(status)).items()
+    for name, value in (vars(messages) | vars(status) | vars(telemetry)).items()
     if isinstance(value, type) and dataclasses.is_dataclass(value)
 }
 ENUMS: dict[str, type[enum.IntEnum]] = {

@@ -63,6 +63,7 @@ from starlings_protos.messages import (
 )
 from starlings_protos.peers import DATA_POLICY, RoleGuard
 from starlings_protos.state_transfer import ServedBlock, StateTensor, state_frames
+from starlings_protos.telemetry import Telemetry
 
 T = TypeVar("T")
 
@@ -127,7 +128,7 @@ class Engine:
                     record = convert.body_from_proto(message.control, messages.ToCoordinator)
                     if isinstance(record, Heartbeat):
                         self.heartbeat = record
-                    else:
+                    elif not isinstance(record, Telemetry):
                         self.inbox.put_nowait(record)
                 case "log":
                     self.log.append(message.log.text)

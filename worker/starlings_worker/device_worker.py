@@ -37,6 +37,7 @@ from starlings_worker.membership import Membership
 from starlings_worker.narrator import Narrator
 from starlings_worker.options import WorkerEvent, WorkerOptions
 from starlings_worker.platform import machine_id
+from starlings_worker.reports import Reports
 
 # Exit code of a worker that was told to end at once: what shells report for a program that Ctrl-C ended.
 INTERRUPTED = 130
@@ -46,8 +47,6 @@ FINISH_WITHIN_S = 20.0
 LAST_WORDS_WITHIN_S = 2.0
 # A worker that holds nothing waits this long for the coordinator's goodbye.
 GOODBYE_WITHIN_S = 5.0
-# However rare heartbeats are in a large swarm, the engine is looked after this often.
-LOOK_EVERY_S = 5.0
 
 
 class DeviceWorker:
@@ -82,8 +81,7 @@ class DeviceWorker:
         self._welcome: control_pb2.Welcome | None = None
         # The stream was up before, and is not now.
         self._cut_off = False
-        self._heartbeat = control_pb2.ToCoordinator(heartbeat=control_pb2.Heartbeat())
-        self._heartbeat_interval_s = 2.0
+        self._reports = Reports(self._say_now, self._look_after_engine)
         self._job_digest = ""
         # What to tell the coordinator when the stream is up: the engine's end.
         self._untold_end: EngineDown | None = None
@@ -125,7 +123,7 @@ class DeviceWorker:
             tasks += [
                 self._task(self._keep_engine()),
                 self._task(self._keep_stream()),
-                self._task(self._beat()),
+                self._task(self._reports.run()),
                 self._task(self._renew()),
             ]
             await self._over
@@ -327,9 +325,7 @@ class DeviceWorker:
                 if self._welcome is not None:
                     self._background(self._pass_welcome())
             case "control":
-                if message.control.WhichOneof("body") == "heartbeat":
-                    self._heartbeat = message.control
-                elif self._stream is not None:
+                if not self._reports.heard(message.control) and self._stream is not None:
                     self._narrator.reported(message.control)
                     self._stream.send(message.control)
             case "log":
@@ -390,7 +386,7 @@ class DeviceWorker:
             self._finish = message.finish
             asyncio.get_running_loop().call_later(FINISH_WITHIN_S, self._finished_without_engine)
         if kind == "heartbeat_ack":
-            self._keep_pace(message.heartbeat_ack.heartbeat_interval_s)
+            self._reports.keep_pace(message.heartbeat_ack.heartbeat_interval_s)
         self._narrator.ordered(message)
         if self._engine is not None and self._engine.welcomed:
             await self._engine.pass_on(message)
@@ -402,7 +398,7 @@ class DeviceWorker:
     async def _welcomed(self, welcome: control_pb2.Welcome) -> None:
         self._job_digest = welcome.job_digest
         self._clock = CoordinatorClock.learnt(welcome.wall_time_s, time.monotonic())
-        self._keep_pace(welcome.heartbeat_interval_s)
+        self._reports.welcomed(welcome)
         if self._welcome is None:
             self._narrator.tell(
                 "connected", "The coordinator has welcomed this worker.", {"incarnation": welcome.incarnation}
@@ -421,11 +417,6 @@ class DeviceWorker:
             self._report_left_state()
             return
         await self._pass_welcome()
-
-    def _keep_pace(self, interval_s: float) -> None:
-        """From the next heartbeat on. 0 = nothing was said of it."""
-        if interval_s > 0:
-            self._heartbeat_interval_s = interval_s
 
     async def _pass_welcome(self) -> None:
         """The Welcome to the engine, as soon as both are there."""
@@ -453,20 +444,12 @@ class DeviceWorker:
         else:
             self._end_badly(WorkerError(ExitCode.BUG, f"The job has ended: {self._finish.reason}."))
 
-    async def _beat(self) -> None:
-        """The engine's last heartbeat, on schedule: the coordinator learns of a dead host, and of a hung engine by
-        its progress.
-        """
-        beaten_at_s = float("-inf")
-        while True:
-            if time.monotonic() - beaten_at_s >= self._heartbeat_interval_s:
-                beaten_at_s = time.monotonic()
-                if self._stream is not None and self._stream.up:
-                    self._stream.send(self._heartbeat)
-            if self._engine is not None:
-                self._engine.look_after()
-            due_in_s = beaten_at_s + self._heartbeat_interval_s - time.monotonic()
-            await asyncio.sleep(min(max(0.0, due_in_s), LOOK_EVERY_S))
+    def _say_now(self, message: control_pb2.ToCoordinator) -> bool:
+        return self._stream is not None and self._stream.send(message)
+
+    def _look_after_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.look_after()
 
     async def _renew(self) -> None:
         assert self._membership is not None

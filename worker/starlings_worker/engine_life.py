@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+import time
 import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
@@ -31,6 +32,7 @@ from starlings_protos.messages import (
     Welcome,
     WorkerId,
 )
+from starlings_protos.telemetry import Telemetry
 from starlings_worker.computer import Computer
 from starlings_worker.core.core import WorkerCore
 from starlings_worker.core.effects import (
@@ -80,7 +82,7 @@ from starlings_worker.replayer import Replayer
 
 T = TypeVar("T")
 _TICK_S = 0.25
-# Heartbeats go to this host's supervisor, which passes the last one on at the pace of the swarm.
+# Heartbeats and counters go to this host's supervisor, which passes the last ones on at the pace of the swarm.
 _BEAT_MOST_S = 5.0
 
 
@@ -334,13 +336,16 @@ class Life:
         )
 
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat(
-            self.core.progress, self.core.version, self.meters.bytes_sent(), self.meters.seconds()
-        )
+        return Heartbeat(self.core.progress, self.core.version)
+
+    def telemetry(self) -> Telemetry:
+        sample = self.meters.sample(time.time(), self.core.progress, self.core.version)
+        return Telemetry(self.core.worker_id, self.welcome.incarnation, (sample,))
 
     async def _beat(self) -> None:
         while True:
             self._say(self.heartbeat())
+            self._say(self.telemetry())
             await asyncio.sleep(min(self.welcome.heartbeat_interval_s, _BEAT_MOST_S))
 
     async def _tick(self) -> None:

@@ -1,4 +1,4 @@
-"""Bytes sent and seconds spent, by kind: what heartbeats report."""
+"""Bytes sent and seconds spent, by kind: what telemetry reports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from starlings_protos.telemetry import TelemetrySample
+
+# In the order of TelemetrySample.
 _KINDS_OF_BYTES = ("forward", "backward", "exchange", "state", "control")
 _KINDS_OF_SECONDS = ("compute", "serialise", "send", "wait")
 
@@ -16,10 +19,8 @@ class Meters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bytes: dict[str, int] = dict.fromkeys(
-            ("forward", "backward", "exchange", "state", "control"), 0
-        )
-        self._seconds: dict[str, float] = dict.fromkeys(("compute", "serialise", "send", "wait"), 0.0)
+        self._bytes: dict[str, int] = dict.fromkeys(_KINDS_OF_BYTES, 0)
+        self._seconds: dict[str, float] = dict.fromkeys(_KINDS_OF_SECONDS, 0.0)
         self._working_since_s: float | None = None
 
     def sent(self, kind: str, byte_count: int) -> None:
@@ -58,3 +59,13 @@ class Meters:
                 elapsed_s = time.monotonic() - self._working_since_s
                 seconds["wait"] = max(0.0, elapsed_s - seconds["compute"] - seconds["serialise"])
             return seconds
+
+    def sample(self, wall_time_s: float, progress: int, version: int) -> TelemetrySample:
+        sent, spent = self.bytes_sent(), self.seconds()
+        return TelemetrySample(
+            wall_time_s,
+            progress,
+            version,
+            *(sent[kind] for kind in _KINDS_OF_BYTES),
+            *(spent[kind] for kind in _KINDS_OF_SECONDS),
+        )

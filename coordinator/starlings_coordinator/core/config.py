@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from starlings_job.profile import Profile
 from starlings_job.spec import JobSpec
+from starlings_protos.telemetry import TELEMETRY_INTERVAL_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,9 @@ class Timings:
     # The least heartbeat interval, and workers per second of it: interval = max(least, workers / per_second).
     heartbeat_least_s: float = 2.0
     heartbeats_per_second: float = 250.0
+    # The same for counters, where they come over the control stream.
+    telemetry_least_s: float = TELEMETRY_INTERVAL_S
+    telemetries_per_second: float = 2000.0
     # Until every worker has been told of a new interval, at most, besides two of the old ones; later, a swarm that has
     # shrunk is slower to notice a loss.
     heartbeat_told_s: float = 15.0
@@ -72,3 +76,9 @@ class CoreConfig:
 
     def heartbeat_interval_s(self, worker_count: int) -> float:
         return max(self.timings.heartbeat_least_s, worker_count / self.timings.heartbeats_per_second)
+
+    def telemetry_interval_s(self, worker_count: int) -> float:
+        """Over the bus it costs the coordinator nothing, however many they are."""
+        if self.job.bus.url:
+            return self.timings.telemetry_least_s
+        return max(self.timings.telemetry_least_s, worker_count / self.timings.telemetries_per_second)

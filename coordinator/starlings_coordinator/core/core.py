@@ -69,6 +69,7 @@ from starlings_protos.messages import (
 )
 from starlings_protos.status import Event as EventLine
 from starlings_protos.status import StatusReply
+from starlings_protos.telemetry import Telemetry
 
 EVENTS_KEPT = 512
 
@@ -122,14 +123,10 @@ class Core:
         """What to write down, and what to do once it is written."""
         self.now = now
         self._dispatch(event)
-        # A heartbeat changes nothing that is decided here, and a thousand workers send many.
-        if not self._is_heartbeat(event):
+        # They change nothing that is decided here, and a thousand workers send many.
+        if not (isinstance(event, WorkerSaid) and isinstance(event.message, Heartbeat | Telemetry)):
             self._go_on()
         return self.desk.take()
-
-    @staticmethod
-    def _is_heartbeat(event: Event) -> bool:
-        return isinstance(event, WorkerSaid) and isinstance(event.message, Heartbeat)
 
     def _go_on(self) -> None:
         if self.state.stop_reason and self.phase in (Phase.GATHERING, Phase.PLANNING, Phase.LOADING):
@@ -188,8 +185,12 @@ class Core:
         if member is None or member.session != event.session:
             self.dropped_messages += 1
             return
-        member.detector.heard(self.now.monotonic_s)
         message = event.message
+        if isinstance(message, Telemetry):
+            # No sign of life: where it goes over the bus nobody is judged in another way.
+            member.counters = message.samples[-1] if message.samples else member.counters
+            return
+        member.detector.heard(self.now.monotonic_s)
         match message:
             case Hello():
                 self.dropped_messages += 1  # A stream has one, and it came as WorkerConnected.

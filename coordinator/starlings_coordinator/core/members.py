@@ -18,6 +18,7 @@ from starlings_protos.messages import (
     Stage,
     WorkerId,
 )
+from starlings_protos.telemetry import TelemetrySample
 
 
 class MemberState(enum.Enum):
@@ -50,6 +51,8 @@ class Member:
     probe: ProbeReport | None = None
     probe_started_at_s: float | None = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    # Its newest counters that came here; None where telemetry goes over the bus.
+    counters: TelemetrySample | None = None
     # Microbatches that it could begin now.
     wish: int = 0
     ready: Ready | None = None

@@ -209,6 +209,7 @@ class Membership:
             core.now.wall_s,
             self._profile_json,
             probe_now,
+            config.telemetry_interval_s(len(core.members)),
         )
 
     # ------------------------------------------------------------------ probes

@@ -38,8 +38,8 @@ def worker_status(core: Core, member: Member, elapsed_s: float) -> WorkerStatus:
         gossip_peers(worker_id, span, state.spans) if span is not None else (),
         tokens,
         core.rates.worker_tokens_per_s(worker_id),
-        dict(member.heartbeat.bytes_sent),
-        dict(member.heartbeat.seconds),
+        member.counters.bytes_sent() if member.counters is not None else {},
+        member.counters.seconds() if member.counters is not None else {},
         member.probe.memory_bytes if member.probe is not None else 0,
         planned.memory_bytes if span is not None and planned is not None else 0,
     )

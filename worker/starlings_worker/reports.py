@@ -1,0 +1,95 @@
+"""What a supervisor says of its own accord: heartbeats for the coordinator, and counters for people.
+
+Both are the engine's last ones, passed on at the pace that the coordinator asks for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from starlings_protos import control_pb2
+
+# However rare heartbeats are in a large swarm, the engine is looked after this often.
+LOOK_EVERY_S = 5.0
+# Counters are this fraction of the engine's age old, until their interval is reached: a short run is seen too.
+AGE_SHARE = 0.1
+
+
+def counters_due_s(age_s: float, heartbeat_s: float, telemetry_s: float) -> float:
+    """From one report of counters to the next, for an engine of that age."""
+    return min(telemetry_s, max(heartbeat_s, AGE_SHARE * age_s))
+
+
+class Reports:
+    """All methods are called on the event loop."""
+
+    def __init__(
+        self, send: Callable[[control_pb2.ToCoordinator], bool], look_after: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            send: puts a message on the control stream; false when that is down.
+            look_after: called often, to see whether the engine still does anything.
+        """
+        self._send = send
+        self._look_after = look_after
+        self._heartbeat = control_pb2.ToCoordinator(heartbeat=control_pb2.Heartbeat())
+        self._heartbeat_interval_s = 2.0
+        # Of the engine's present life.
+        self._counters: control_pb2.ToCoordinator | None = None
+        self._counters_since_s = 0.0
+        # 0 = the coordinator wants none.
+        self._telemetry_interval_s = 0.0
+
+    def heard(self, message: control_pb2.ToCoordinator) -> bool:
+        """A message of the engine; whether it was a report, which is not passed on at once."""
+        match message.WhichOneof("body"):
+            case "heartbeat":
+                self._heartbeat = message
+            case "telemetry":
+                known = self._counters
+                if known is None or known.telemetry.incarnation != message.telemetry.incarnation:
+                    self._counters_since_s = time.monotonic()
+                self._counters = message
+            case _:
+                return False
+        return True
+
+    def keep_pace(self, heartbeat_interval_s: float) -> None:
+        """From the next heartbeat on. 0 = nothing was said of it."""
+        if heartbeat_interval_s > 0:
+            self._heartbeat_interval_s = heartbeat_interval_s
+
+    def welcomed(self, welcome: control_pb2.Welcome) -> None:
+        self.keep_pace(welcome.heartbeat_interval_s)
+        self._telemetry_interval_s = welcome.telemetry_interval_s
+
+    async def run(self) -> None:
+        """On schedule, until cancelled: the coordinator learns of a dead host, and of a hung engine by its progress."""
+        beaten_at_s = counted_at_s = time.monotonic() - 1e9
+        while True:
+            now_s = time.monotonic()
+            if now_s - beaten_at_s >= self._heartbeat_interval_s:
+                beaten_at_s = now_s
+                self._send(self._heartbeat)
+            if now_s - counted_at_s >= self._counters_interval_s(now_s):
+                counted_at_s = now_s
+                self._report_counters()
+            self._look_after()
+            due_at_s = min(
+                beaten_at_s + self._heartbeat_interval_s, counted_at_s + self._counters_interval_s(now_s)
+            )
+            await asyncio.sleep(min(max(0.05, due_at_s - time.monotonic()), LOOK_EVERY_S))
+
+    def _counters_interval_s(self, now_s: float) -> float:
+        if self._telemetry_interval_s <= 0 or self._counters is None:
+            return float("inf")
+        return counters_due_s(
+            now_s - self._counters_since_s, self._heartbeat_interval_s, self._telemetry_interval_s
+        )
+
+    def _report_counters(self) -> None:
+        if self._counters is not None:
+            self._send(self._counters)
