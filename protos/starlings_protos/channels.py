@@ -141,6 +141,9 @@ def server_options(transport: Transport) -> Options:
         ("grpc.max_receive_message_length", transport.receive_limit_bytes),
         ("grpc.max_send_message_length", transport.send_limit_bytes),
         ("grpc.max_concurrent_streams", transport.stream_limit),
+        # A call counts until its memory is free, not only until it ends (the default; here because it matters):
+        # otherwise 240,000 streams that are opened and reset over 40 connections cost 3 GB instead of 30 MB.
+        ("grpc.http.overload_protection", 1),
         ("grpc.max_allowed_incoming_connections", transport.connection_limit),
         ("grpc.server_handshake_timeout_ms", _ms(transport.handshake_timeout_s)),
         # Otherwise two servers on one port would share it silently.

@@ -178,19 +178,35 @@ def clean_text(text: str, limit_characters: int = MESSAGE_LIMIT_CHARACTERS) -> s
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], refusal: Refusal, message: str) -> NoReturn:
     """Ends the rpc with the refusal's status, the message, and the refusal's number in trailing metadata."""
-    import grpc
+    import asyncio
+
+    import grpc.aio
 
     refusals[refusal] += 1
-    await context.abort(
-        grpc.StatusCode[RULES[refusal].status],
-        clean_text(message),
-        trailing_metadata=((REFUSAL_METADATA_KEY, str(int(refusal))),),
-    )
+    try:
+        await context.abort(
+            grpc.StatusCode[RULES[refusal].status],
+            clean_text(message),
+            trailing_metadata=((REFUSAL_METADATA_KEY, str(int(refusal))),),
+        )
+    except grpc.aio.AbortError as ended:
+        # The call keeps this exception, whose frames keep the call: it would stay, and count against its connection's
+        # limit of calls, until the garbage collector comes by.
+        asyncio.get_running_loop().call_soon(_forget_frames, ended)
+        raise
     raise AssertionError("context.abort returned")
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: RefusedError) -> NoReturn:
+    _forget_frames(error)  # of callers, whose variables may hold the error
     await abort(context, error.refusal, str(error))
+
+
+def _forget_frames(error: BaseException) -> None:
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__context__
 
 
 def refusal_of(error: BaseException) -> Refusal | None:

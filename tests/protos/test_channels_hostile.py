@@ -16,10 +16,22 @@ import pytest
 
 from starlings_protos import channels, data_pb2, data_pb2_grpc
 from starlings_protos.authority import CertificateAuthority
-from starlings_protos.channels import DATA, Transport, bind, make_server, peer_channel, server_credentials
+from starlings_protos.channels import (
+    DATA,
+    ENROLMENT,
+    Transport,
+    bind,
+    make_server,
+    peer_channel,
+    server_credentials,
+)
 from starlings_protos.identity import KEEPER, Identity, PeerIdentity, Role, key_id, key_to_pem, new_key
+from support import raw_http2
+from support.raw_http2 import call_headers, frame, raw_connection
 
 MEMORY_BOUND_BYTES = 48 << 20
+FORWARD = "/starlings.v1.Data/Forward"
+CANCEL = (8).to_bytes(4, "big")
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +55,8 @@ class Counting(data_pb2_grpc.DataServicer):
     async def Forward(
         self, request_iterator: AsyncIterator[data_pb2.Frame], context: Any
     ) -> data_pb2.Receipt:
-        async for frame in request_iterator:
-            self.bytes += frame.ByteSize()
+        async for received in request_iterator:
+            self.bytes += received.ByteSize()
         return data_pb2.Receipt(queued=1)
 
 
@@ -82,6 +94,10 @@ async def honest(address: str, identity: Identity) -> data_pb2.Receipt:
         return await asyncio.wait_for(call, 10)
 
 
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
 async def refused(call: Any, frame: bytes) -> grpc.StatusCode:
     try:
         await call.write(frame)
@@ -93,7 +109,7 @@ async def refused(call: Any, frame: bytes) -> grpc.StatusCode:
 
 
 def raw(channel: grpc.aio.Channel, **options: Any) -> Any:
-    multi: Any = channel.stream_unary("/starlings.v1.Data/Forward", request_serializer=lambda data: data)
+    multi: Any = channel.stream_unary(FORWARD, request_serializer=lambda data: data)
     return multi(**options)
 
 
@@ -111,13 +127,41 @@ async def test_a_compressed_message_is_refused_before_it_is_unpacked(authority: 
 async def test_a_message_above_the_limit_is_refused_at_its_first_bytes(
     authority: CertificateAuthority,
 ) -> None:
-    """Its length is in its first five bytes: two gigabytes would cost the receiver as little as these."""
+    """As a library sends it."""
     large = data_pb2.Frame(chunk=bytes(64 << 20)).SerializeToString()
     async with served(authority) as (service, address), unbounded(address, worker(authority)) as channel:
         before = psutil.Process().memory_info().rss
         assert await refused(raw(channel), large) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert service.bytes == 0
         assert psutil.Process().memory_info().rss - before < MEMORY_BOUND_BYTES + len(large)
+        assert (await honest(address, worker(authority))).queued == 1
+
+
+@pytest.mark.slow
+async def test_streams_that_are_opened_and_reset_at_once_cost_no_memory(
+    authority: CertificateAuthority,
+) -> None:
+    """As fast as the server looks at them, which is what costs it most (see channels.server_options)."""
+    headers = call_headers(FORWARD)
+    async with served(authority, ENROLMENT) as (_, address):
+        before = psutil.Process().memory_info().rss
+
+        async def attack() -> None:
+            async with raw_connection(port_of(address), authority.certificate_pem, worker(authority)) as raw:
+                reading = asyncio.create_task(raw.read_until(None))
+                for first in range(1, 2 * 8000, 8):
+                    streams = range(first, first + 8, 2)
+                    frames = [
+                        frame(raw_http2.HEADERS, raw_http2.END_HEADERS, n, headers)
+                        + frame(raw_http2.RST_STREAM, 0, n, CANCEL)
+                        for n in streams
+                    ]
+                    await raw.send(*frames)
+                    await asyncio.sleep(0.001)
+                reading.cancel()
+
+        await asyncio.gather(*(attack() for _ in range(8)))
+        assert psutil.Process().memory_info().rss - before < MEMORY_BOUND_BYTES
         assert (await honest(address, worker(authority))).queued == 1
 
 
