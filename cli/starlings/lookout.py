@@ -15,9 +15,10 @@ from starlings.failures import CommandError, ExitCode
 from starlings_job.prepared import JOB_FILE
 from starlings_job.spec import load_job
 from starlings_protos import connect
+from starlings_protos.bus.address import BusAddress, parse_bus_url
 from starlings_protos.errors import Phase, Unreachable
 from starlings_protos.identity import OWNER, Identity, Role
-from starlings_protos.invite import Invite, parse_address, parse_invite
+from starlings_protos.invite import Address, Invite, parse_invite
 from starlings_worker.enrol import ensure_membership, renew
 from starlings_worker.membership import Membership
 
@@ -33,7 +34,7 @@ class Lookout:
 
     job: str
     identity: Identity
-    url: str
+    address: BusAddress
 
 
 async def find_lookout(target: str, invite: str, url: str) -> Lookout:
@@ -90,7 +91,7 @@ def _owner(directory: Path, url: str) -> Lookout:
         from starlings_coordinator.own_identities import OwnIdentities
 
         identity = OwnIdentities(directory, job, time.time).get(OWNER)
-    return Lookout(job, identity, url)
+    return Lookout(job, identity, _address(url))
 
 
 async def _observer(directory: Path, invite: Invite | None, url: str) -> Lookout:
@@ -100,7 +101,7 @@ async def _observer(directory: Path, invite: Invite | None, url: str) -> Lookout
     url = url or membership.bus_url
     if not url:
         raise CommandError(NO_BUS.format(job=membership.job), ExitCode.USAGE)
-    return Lookout(membership.job, membership.identity, url)
+    return Lookout(membership.job, membership.identity, _address(url))
 
 
 async def _ask_again(membership: Membership, directory: Path) -> Membership:
@@ -115,18 +116,27 @@ _ADVICE = {
 }
 
 
-async def broker_trouble(host: str, port: int, reason: str) -> Unreachable:
-    """Why the broker cannot be used, by the first phase that fails; `reason` is what the MQTT client said."""
+def _address(url: str) -> BusAddress:
     try:
-        await connect.reach(
-            parse_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}"), advice=_ADVICE
+        return parse_bus_url(url)
+    except ValueError as error:
+        raise CommandError(f"The bus: {error}.", ExitCode.USAGE) from None
+
+
+async def broker_trouble(address: BusAddress, reason: str) -> Unreachable:
+    """Why the broker cannot be used, by the first phase that fails; `reason` is what the MQTT client said."""
+    host, port = address.host, address.port
+    if not address.tls:
+        return Unreachable(
+            f"Cannot reach the broker at {address}: {reason}. {_ADVICE[Phase.TCP]}", host=host, port=port
         )
+    try:
+        await connect.reach(Address(host, port), advice=_ADVICE)
     except Unreachable as error:
         return error
     return Unreachable(
-        f"The broker at {host} port {port} is there, but does not serve us: {reason or 'no reason given'}. It must "
-        "have the configuration that `starlings bus config` writes for this job, and this machine's "
-        "certificate must not have been revoked.",
+        f"The broker at {host} port {port} is there, but does not serve us: {reason}. It must have the configuration "
+        "that `starlings bus config` writes for this job, and this machine's certificate must not have been revoked.",
         host=host,
         port=port,
         phase=Phase.AUTHORISATION,

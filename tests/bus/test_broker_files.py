@@ -72,6 +72,16 @@ def test_it_says_what_to_run_and_what_to_write_into_the_job_file(job: Path, tmp_
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
+def test_host_and_port_are_those_of_the_job_file(tmp_path: Path):
+    extra = '[bus]\nurl = "mqtts://bus.example.org:9883"\n'
+    job = write_prepared_job(tmp_path / "job", extra=extra)
+    code, told = call(tmp_path / "b", "--job", job, "--at", "/srv/broker")
+    assert code == 0, told
+    assert "job.toml" not in told, "it says so already"
+    assert "bus.example.org" in told
+    assert "listener 9883\n" in (tmp_path / "b" / "mosquitto.conf").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import typer
 
@@ -15,6 +14,7 @@ from starlings.failures import CommandError, ExitCode, guarded
 from starlings.output import emit, say
 from starlings_job.prepared import JOB_FILE
 from starlings_job.spec import JobSpec, load_job
+from starlings_protos.bus.address import is_loopback, parse_bus_url
 
 bus_app = typer.Typer(no_args_is_help=True, help="The MQTT bus beside the swarm.")
 
@@ -80,7 +80,7 @@ def config(
             ExitCode.USAGE,
         )
     chosen = port or known_port or MQTTS_PORT
-    local = all(name in LOOPBACK for name in hosts)
+    local = all(is_loopback(name) for name in hosts)
     if account is None:
         account = default_account() if at is None else ""
     try:
@@ -134,10 +134,9 @@ def config(
         say(f'job.toml:  [bus]\n           url = "{url}"')
 
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-
 def bus_address(spec: JobSpec) -> tuple[str, int | None]:
-    """Host and port of `[bus] url`; "" and None where there is none."""
-    parts = urlsplit(spec.bus.url or "")
-    return parts.hostname or "", parts.port
+    """Host and port of `[bus] url`; "" and None where there is none, or one that is not for TLS."""
+    if spec.bus.url is None:
+        return "", None
+    address = parse_bus_url(spec.bus.url)
+    return address.host, address.port if address.tls else None

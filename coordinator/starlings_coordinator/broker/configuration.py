@@ -35,7 +35,7 @@ class BrokerSettings:
     """What one broker needs to know.
 
     Raises:
-        ValueError: a port out of range, or a path that Mosquitto's file format cannot hold.
+        ValueError: a port out of range, packets that are too small, or a path that Mosquitto's file format cannot hold.
     """
 
     job: str
@@ -49,8 +49,8 @@ class BrokerSettings:
     listen: str = ""
     # Workers, observers and their reconnections. More need more file descriptors (LimitNOFILE) as well.
     connections: int = 12_000
-    # Larger packets cost their sender the connection.
-    packet_bytes: int = PACKET_LIMIT_BYTES
+    # Above all that our processes send (bus.payloads); larger packets cost their sender the connection.
+    packet_bytes: int = 64 << 10
     # For a client that does not read: what waits for it beyond this is dropped.
     queued_messages: int = 1_000
     queued_bytes: int = 4 << 20
@@ -64,6 +64,8 @@ class BrokerSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.port <= 65535:
             raise ValueError(f"{self.port} is no port of a broker (1 to 65535)")
+        if self.packet_bytes <= PACKET_LIMIT_BYTES:
+            raise ValueError(f"packets of a job have up to {PACKET_LIMIT_BYTES} bytes")
         if any(ord(character) < 32 for character in self.directory):
             raise ValueError(f"Mosquitto's configuration cannot hold the path {self.directory!r}")
 
