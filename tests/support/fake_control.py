@@ -31,6 +31,8 @@ class FakeControl(control_pb2_grpc.ControlServicer):
         self.refusals: list[Refusal] = []
         self.incarnation = 1
         self.heartbeat_interval_s = 0.05
+        self.telemetry_interval_s = 0.0
+        self.job_json = b"{}"
         self._context: Any = None
         self._hang_up = asyncio.Event()
 
@@ -80,7 +82,16 @@ class FakeControl(control_pb2_grpc.ControlServicer):
     async def welcome(self) -> None:
         await self.say(
             Welcome(
-                1, self.incarnation, b"{}", "d1", self.heartbeat_interval_s, b"", time.time(), b"{}", True
+                1,
+                self.incarnation,
+                self.job_json,
+                "d1",
+                self.heartbeat_interval_s,
+                b"",
+                time.time(),
+                b"{}",
+                True,
+                self.telemetry_interval_s,
             )
         )
 

@@ -34,6 +34,7 @@ def main() -> int:
         with open(os.environ["FAKE_ENGINE_LOG"], "a") as log:
             log.write(f"{os.getpid()} {text}\n")
 
+    worker_id = ""
     while (message := pipes.read_blocking(incoming, process_pb2.ToEngine)) is not None:
         kind = message.WhichOneof("body")
         if kind == "control":
@@ -49,6 +50,7 @@ def main() -> int:
                 send(process_pb2.FromEngine(failed=failed))
                 return 13
             case "start":
+                worker_id = message.start.worker_id
                 started = process_pb2.EngineStarted(
                     addresses=["127.0.0.1:9"], numeric_class="cpu/fake", device="a fake"
                 )
@@ -67,6 +69,11 @@ def main() -> int:
                     heartbeat=control_pb2.Heartbeat(progress=message.control.ByteSize())
                 )
                 send(process_pb2.FromEngine(control=beat))
+                counters = control_pb2.Telemetry(
+                    worker_id=worker_id, incarnation=message.control.welcome.incarnation
+                )
+                counters.samples.add(wall_time_s=1e9, forward_bytes=7)
+                send(process_pb2.FromEngine(control=control_pb2.ToCoordinator(telemetry=counters)))
             case "drain" if mode != "stubborn":
                 leaving = control_pb2.Leaving(reason=message.drain.reason, within_s=message.drain.within_s)
                 send(process_pb2.FromEngine(control=control_pb2.ToCoordinator(leaving=leaving)))

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+import random
 import time
 from collections.abc import Callable
 
 import pytest
 
+import starlings_worker.reports
 from starlings_protos import control_pb2
+from starlings_protos.authority import CertificateAuthority
+from starlings_protos.identity import COORDINATOR, Identity
+from starlings_worker.bus import WorkerBus
 from starlings_worker.meters import Meters
 from starlings_worker.reports import Reports, counters_due_s
+from support.broker import free_port, new_identity
 
 
 @pytest.mark.parametrize(
@@ -62,7 +70,9 @@ async def test_heartbeats_and_counters_are_the_newest_and_go_on_when_a_stream_is
     def of(kind: str) -> list[control_pb2.ToCoordinator]:
         return [m for m in sent if m.WhichOneof("body") == kind]
 
-    reports = Reports(send, look)
+    nobody = Identity(COORDINATOR, b"", b"", b"")
+    bus = WorkerBus(lambda: nobody, lambda: "job", print, lambda: None)
+    reports = Reports(send, look, bus, random.Random(1))
     running = asyncio.create_task(reports.run())
     try:
         assert not reports.heard(control_pb2.ToCoordinator(ready=control_pb2.Ready()))
@@ -83,3 +93,35 @@ async def test_heartbeats_and_counters_are_the_newest_and_go_on_when_a_stream_is
         assert len(of("telemetry")) == before
     finally:
         running.cancel()
+
+
+async def test_while_the_broker_is_away_the_coordinator_gets_a_summary_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(starlings_worker.reports, "SUMMARY_EVERY_S", 1.0)
+    authority = CertificateAuthority.create("job", time.time())
+    me = new_identity(authority)
+    lines: list[str] = []
+    sent: list[float] = []
+
+    def send(message: control_pb2.ToCoordinator) -> bool:
+        if message.WhichOneof("body") == "telemetry":
+            sent.append(time.monotonic())
+        return True
+
+    bus = WorkerBus(lambda: me, lambda: "job", lines.append, lambda: None)
+    bus.open(json.dumps({"bus": {"url": f"mqtts://localhost:{free_port()}"}}).encode())
+    reports = Reports(send, lambda: None, bus, random.Random(1))
+    reports.welcomed(control_pb2.Welcome(heartbeat_interval_s=0.01, telemetry_interval_s=0.01))
+    counters = control_pb2.Telemetry(worker_id=me.id, samples=[control_pb2.TelemetrySample(progress=3)])
+    reports.heard(control_pb2.ToCoordinator(telemetry=counters))
+    running = asyncio.create_task(reports.run())
+    try:
+        await until(lambda: len(sent) >= 3)
+        assert all(after - before >= 0.9 for before, after in itertools.pairwise(sent))
+        # However often it is tried, people hear of it once.
+        assert len(lines) == 1
+        assert "away" in lines[0]
+    finally:
+        running.cancel()
+        bus.close()

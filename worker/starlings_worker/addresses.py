@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import socket
 
 import psutil
+
+from starlings_worker.platform import machine_id
 
 WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 _ADDRESSES_AT_MOST = 8
@@ -76,3 +79,8 @@ def _with_port(address: str, port: int) -> str:
     if colon and number.isdecimal() and (":" not in host or host.startswith("[")):
         return address
     return _joined(address, port)
+
+
+def host_id() -> str:
+    """The same for all workers on this machine; says nothing else about it."""
+    return hashlib.sha256(f"starlings:{machine_id()}".encode()).hexdigest()[:16]

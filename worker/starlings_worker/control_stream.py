@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
@@ -21,6 +22,8 @@ from starlings_protos.messages import Hello, Refused, ToCoordinator
 # half, so that a swarm does not come back in one moment.
 PAUSE_FIRST_S = 0.5
 PAUSE_MOST_S = 30.0
+# A hint that the coordinator is there again ends a pause within this time: not all of a swarm at once.
+HURRY_WITHIN_S = 3.0
 # From the opening of a stream to the coordinator's first message.
 WELCOME_WITHIN_S = 20.0
 # What waits to be sent at most; the engine's core repeats what matters after a reconnection.
@@ -61,7 +64,12 @@ class ControlStream:
         self._changed = asyncio.Event()
         self._written = asyncio.Event()
         self._written.set()
+        self._hurried = asyncio.Event()
         self.up = False
+
+    def hurry(self) -> None:
+        """Somebody says that the coordinator may be there: a pause under way becomes a short one."""
+        self._hurried.set()
 
     def send(self, message: control_pb2.ToCoordinator) -> bool:
         """Queues a message. False when the stream is down: the message is dropped."""
@@ -106,7 +114,17 @@ class ControlStream:
             failures += 1
             wait_s = pause_s(failures, self._rng)
             on_trouble(f"{reason} Trying again in {wait_s:.1f} s.")
-            await asyncio.sleep(wait_s)
+            await self._pause(wait_s)
+
+    async def _pause(self, wait_s: float) -> None:
+        until_s = time.monotonic() + wait_s
+        # What was said before this pause is answered by the attempt that has just failed.
+        self._hurried.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._hurried.wait()
+        left_s = max(0.0, until_s - time.monotonic())
+        await asyncio.sleep(self._rng.random() * min(left_s, HURRY_WITHIN_S))
 
     async def _one_stream(self, address: Address) -> str:
         """Opens a stream and serves it until it ends; returns why it ended, as a sentence.

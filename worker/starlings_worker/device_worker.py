@@ -7,7 +7,6 @@ with that in its Hello -> Welcome goes to the engine -> everything else is passe
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import platform
 import random
 import secrets
@@ -22,7 +21,8 @@ from starlings_protos.identity import Identity
 from starlings_protos.invite import Invite
 from starlings_protos.messages import EngineDown, Hello, Leaving, WorkerId
 from starlings_protos.version import PROTOCOL_MAX, PROTOCOL_MIN, package_version
-from starlings_worker.addresses import WILDCARDS, host_on_the_way_to, own_hosts
+from starlings_worker.addresses import WILDCARDS, host_id, host_on_the_way_to, own_hosts
+from starlings_worker.bus import WorkerBus
 from starlings_worker.control_stream import ControlStream
 from starlings_worker.desk import Desk
 from starlings_worker.device_classes import DeviceClass, device_class
@@ -36,7 +36,6 @@ from starlings_worker.lock import lock_directory
 from starlings_worker.membership import Membership
 from starlings_worker.narrator import Narrator
 from starlings_worker.options import WorkerEvent, WorkerOptions
-from starlings_worker.platform import machine_id
 from starlings_worker.reports import Reports
 
 # Exit code of a worker that was told to end at once: what shells report for a program that Ctrl-C ended.
@@ -62,6 +61,7 @@ class DeviceWorker:
         device_count: int,
     ) -> None:
         """`number`: position among the host's devices, which decides the port to try first."""
+        self._loop = asyncio.get_running_loop()
         self._options = options
         self._invite = invite
         self._directory = directory
@@ -81,7 +81,13 @@ class DeviceWorker:
         self._welcome: control_pb2.Welcome | None = None
         # The stream was up before, and is not now.
         self._cut_off = False
-        self._reports = Reports(self._say_now, self._look_after_engine)
+        self._bus = WorkerBus(
+            self._identity,
+            lambda: self._membership.job if self._membership else "",
+            self._bus_changed,
+            self._hinted,
+        )
+        self._reports = Reports(self._say_now, self._look_after_engine, self._bus, self._rng)
         self._job_digest = ""
         # What to tell the coordinator when the stream is up: the engine's end.
         self._untold_end: EngineDown | None = None
@@ -94,7 +100,7 @@ class DeviceWorker:
         # The engine is gone, and what it left behind is served.
         self._handing_over: HandingOver | None = None
         self._side_tasks: set[asyncio.Task[None]] = set()
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._over: asyncio.Future[None] = self._loop.create_future()
 
     # ---------------------------------------------------------------- the whole life
 
@@ -137,6 +143,7 @@ class DeviceWorker:
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._handing_over is not None:
                 await self._handing_over.end()
+            await asyncio.to_thread(self._bus.close)
             self._desk.end(INTERRUPTED if self.abandoned else exit_code)
             lock.release()
 
@@ -186,6 +193,7 @@ class DeviceWorker:
         if self._leaving is not None or self._over.done():
             return
         self._leaving = reason
+        self._bus.leaving(reason)
         within_s = self._options.drain_s
         self._narrator.tell(
             "leaving", f"Leaving in order: {reason}. A second signal ends the worker at once."
@@ -313,6 +321,7 @@ class DeviceWorker:
         text = _last_line(end.reason)
         self._narrator.tell("engine_down", text, {"restarting": restarting})
         down = EngineDown(text, restarting)
+        self._bus.reported(control_pb2.ToCoordinator(engine_down=control_pb2.EngineDown(reason=text)))
         # The Welcome was the ended engine's; the answer to EngineDown brings the next.
         self._welcome = None
         if self._stream is None or not self._stream.say(down):
@@ -327,6 +336,7 @@ class DeviceWorker:
             case "control":
                 if not self._reports.heard(message.control) and self._stream is not None:
                     self._narrator.reported(message.control)
+                    self._bus.reported(message.control)
                     self._stream.send(message.control)
             case "log":
                 self._narrator.tell("log", message.log.text, {"level": message.log.level})
@@ -359,7 +369,7 @@ class DeviceWorker:
         started = self._keeper.known if self._keeper is not None else None
         name = self._device.product if started is None else started.device
         emulating = f" (emulating {self._class.name})" if self._class is not None else ""
-        return Hello(
+        hello = Hello(
             WorkerId(self.worker_id),
             PROTOCOL_MIN,
             PROTOCOL_MAX,
@@ -376,9 +386,12 @@ class DeviceWorker:
             self._welcome.incarnation if self._welcome is not None else 0,
             platform.node()[:64],
         )
+        self._bus.describe(hello)
+        return hello
 
     async def _coordinator_said(self, message: control_pb2.ToWorker) -> None:
         kind = message.WhichOneof("body")
+        self._bus.ordered(message)
         if kind == "welcome":
             await self._welcomed(message.welcome)
             return
@@ -399,6 +412,7 @@ class DeviceWorker:
         self._job_digest = welcome.job_digest
         self._clock = CoordinatorClock.learnt(welcome.wall_time_s, time.monotonic())
         self._reports.welcomed(welcome)
+        self._bus.open(welcome.job_json)
         if self._welcome is None:
             self._narrator.tell(
                 "connected", "The coordinator has welcomed this worker.", {"incarnation": welcome.incarnation}
@@ -447,6 +461,14 @@ class DeviceWorker:
     def _say_now(self, message: control_pb2.ToCoordinator) -> bool:
         return self._stream is not None and self._stream.send(message)
 
+    def _bus_changed(self, line: str) -> None:
+        """On the bus's thread."""
+        self._loop.call_soon_threadsafe(self._narrator.tell, "bus", line)
+
+    def _hinted(self) -> None:
+        """On the bus's thread."""
+        self._loop.call_soon_threadsafe(lambda: self._stream.hurry() if self._stream is not None else None)
+
     def _look_after_engine(self) -> None:
         if self._engine is not None:
             self._engine.look_after()
@@ -464,11 +486,6 @@ class DeviceWorker:
         await keep_renewed(
             self._membership, self._directory, deliver, report=lambda text: self._narrator.tell("log", text)
         )
-
-
-def host_id() -> str:
-    """The same for all workers on this machine; says nothing else about it."""
-    return hashlib.sha256(f"starlings:{machine_id()}".encode()).hexdigest()[:16]
 
 
 def _last_line(text: str) -> str:

@@ -1,20 +1,26 @@
 """What a supervisor says of its own accord: heartbeats for the coordinator, and counters for people.
 
-Both are the engine's last ones, passed on at the pace that the coordinator asks for.
+Both are the engine's last ones, passed on at the pace that the coordinator asks for. Where the job has a bus, counters
+go there, several samples in a message, and none to the coordinator; while the broker is away, it gets the newest ones
+once a minute, so that an outage of the broker does not become a load for the coordinator.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable
 
 from starlings_protos import control_pb2
+from starlings_worker.bus import WorkerBus
 
 # However rare heartbeats are in a large swarm, the engine is looked after this often.
 LOOK_EVERY_S = 5.0
 # Counters are this fraction of the engine's age old, until their interval is reached: a short run is seen too.
 AGE_SHARE = 0.1
+# While the broker is away.
+SUMMARY_EVERY_S = 60.0
 
 
 def counters_due_s(age_s: float, heartbeat_s: float, telemetry_s: float) -> float:
@@ -26,13 +32,20 @@ class Reports:
     """All methods are called on the event loop."""
 
     def __init__(
-        self, send: Callable[[control_pb2.ToCoordinator], bool], look_after: Callable[[], None]
+        self,
+        send: Callable[[control_pb2.ToCoordinator], bool],
+        look_after: Callable[[], None],
+        bus: WorkerBus,
+        rng: random.Random,
     ) -> None:
         """
         Args:
             send: puts a message on the control stream; false when that is down.
             look_after: called often, to see whether the engine still does anything.
         """
+        self._bus = bus
+        # At random, so that not a whole swarm speaks up at once.
+        self._summary_at_s = time.monotonic() + SUMMARY_EVERY_S * rng.random()
         self._send = send
         self._look_after = look_after
         self._heartbeat = control_pb2.ToCoordinator(heartbeat=control_pb2.Heartbeat())
@@ -53,6 +66,7 @@ class Reports:
                 if known is None or known.telemetry.incarnation != message.telemetry.incarnation:
                     self._counters_since_s = time.monotonic()
                 self._counters = message
+                self._bus.sampled(message.telemetry)
             case _:
                 return False
         return True
@@ -76,7 +90,7 @@ class Reports:
                 self._send(self._heartbeat)
             if now_s - counted_at_s >= self._counters_interval_s(now_s):
                 counted_at_s = now_s
-                self._report_counters()
+                self._report_counters(now_s)
             self._look_after()
             due_at_s = min(
                 beaten_at_s + self._heartbeat_interval_s, counted_at_s + self._counters_interval_s(now_s)
@@ -90,6 +104,11 @@ class Reports:
             now_s - self._counters_since_s, self._heartbeat_interval_s, self._telemetry_interval_s
         )
 
-    def _report_counters(self) -> None:
+    def _report_counters(self, now_s: float) -> None:
+        if self._bus.configured:
+            self._bus.publish_samples()
+            if self._bus.connected or now_s < self._summary_at_s:
+                return
+            self._summary_at_s = now_s + SUMMARY_EVERY_S
         if self._counters is not None:
             self._send(self._counters)
