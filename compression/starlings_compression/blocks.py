@@ -74,6 +74,14 @@ class BlockCodec(Codec):
     def check_codes(self, packed: torch.Tensor) -> None:
         """Raises CodecError when a code is not finite. Every integer is a code."""
 
+    def write_compiled(
+        self, flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, worst: torch.Tensor
+    ) -> tuple[int, torch.Tensor]:
+        """Writes as many values as compiled code can; returns their number, and the larger of `worst` and their
+        peak.
+        """
+        return 0, worst
+
     # ------------------------------------------------------------------ encoding
 
     def write(
@@ -88,10 +96,11 @@ class BlockCodec(Codec):
         # NaN wins every maximum, so this one number tells at the end whether any value was NaN or infinite.
         worst = torch.zeros((), dtype=torch.float32, device=device)
         whole = count - count % self.block
-        capacity = min(chunk_elements(device, self.block), max(whole, self.block))
+        done, worst = self.write_compiled(flat[:whole], scales, codes, worst)
+        capacity = min(chunk_elements(device, self.block), max(whole - done, self.block))
         means = BinMeans(self.bits, self.codes_of, device) if self.with_means else None
         work = Workspace(capacity, self.block, device, means)
-        for start in range(0, whole, capacity):
+        for start in range(done, whole, capacity):
             stop = min(start + capacity, whole)
             blocks = slice(start // self.block, stop // self.block)
             chunk_codes = codes[start * self.bits // 8 : stop * self.bits // 8]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from starlings_compression.blocks import BFLOAT16_MAX, SMALLEST_NORMAL, BlockCodec, Workspace
+from starlings_compression.compiled import int8_kernel, kernel_elements
 from starlings_compression.packing import pack, unpack
 
 
@@ -23,6 +24,21 @@ class Int8Codec(BlockCodec):
 
     def get(self, packed: torch.Tensor, into: torch.Tensor) -> None:
         into.copy_(packed.view(torch.int8))
+
+    def write_compiled(
+        self, flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, worst: torch.Tensor
+    ) -> tuple[int, torch.Tensor]:
+        kernel = int8_kernel(self.block)
+        if kernel is None or flat.dtype != torch.float32 or flat.device.type != "cpu":
+            return 0, worst
+        step = kernel_elements(self.block)
+        done = flat.numel() - flat.numel() % step
+        rows, numbers = flat.detach().view(-1, self.block), codes.view(torch.int8)[: flat.numel()]
+        for start in range(0, done, step):
+            blocks = slice(start // self.block, (start + step) // self.block)
+            peak = kernel(rows[blocks], scales[blocks].view(-1, 1), numbers.view(rows.shape)[blocks])
+            worst = torch.maximum(worst, peak)
+        return done, worst
 
 
 class Int4Codec(BlockCodec):
