@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from starlings_compression.codec import Codec
+from starlings_compression.codec import Codec, decode_any
+from starlings_compression.errors import CodecError
 
 # Every family, every flag, compositions; small chunks, so that small tensors have several.
 EVERY = (
@@ -38,6 +39,7 @@ EVERY = (
 LOSSY = tuple(spec for spec in EVERY if not spec.startswith("exact"))
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LIMIT = 1 << 30
+FUZZ_LIMIT_BYTES = 1 << 16
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -55,3 +57,19 @@ def round_trip(codec: Codec, tensor: torch.Tensor) -> torch.Tensor:
 def relative_error(codec: Codec, tensor: torch.Tensor) -> float:
     wide = tensor.double()
     return float((round_trip(codec, tensor).double() - wide).norm() / wide.norm())
+
+
+def check(data: bytes) -> bool:
+    """Whether `data` was accepted; fails when something else than a bounded, finite tensor or CodecError
+    comes out.
+    """
+    try:
+        tensor = decode_any(data, limit_bytes=FUZZ_LIMIT_BYTES)
+    except CodecError:
+        return False
+    assert tensor.numel() * tensor.element_size() <= FUZZ_LIMIT_BYTES
+    assert tensor.dim() <= 8
+    assert not tensor.dtype.is_floating_point or bool(torch.isfinite(tensor).all())
+    if tensor.dtype == torch.bool:
+        assert set(tensor.view(torch.uint8).unique().tolist()) <= {0, 1}
+    return True

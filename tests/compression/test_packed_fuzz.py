@@ -15,15 +15,15 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec_cases import EVERY, FLOATS
-from starlings_compression.codec import decode_any, make_codec
+from codec_cases import EVERY, FLOATS, FUZZ_LIMIT_BYTES, check
+from starlings_compression.codec import make_codec
 from starlings_compression.errors import CodecError
 from starlings_compression.layout import DataType, Form, PackedHeader, header_bytes, read_packed, write_header
 from starlings_compression.spec import parse_spec
 from starlings_compression.wire import from_wire, to_wire
 
 SPECS = ("exact", "fp16", "int8:8", "topk:5/64|int2:8", "lowrank:1|int8:64", "exact|zstd:3")
-LIMIT = 1 << 16
+LIMIT = FUZZ_LIMIT_BYTES
 
 
 def valid_samples() -> list[bytes]:
@@ -39,22 +39,6 @@ def valid_samples() -> list[bytes]:
 
 
 SAMPLES = valid_samples()
-
-
-def check(data: bytes) -> bool:
-    """Whether `data` was accepted; fails when something else than a bounded, finite tensor or CodecError
-    comes out.
-    """
-    try:
-        tensor = decode_any(data, limit_bytes=LIMIT)
-    except CodecError:
-        return False
-    assert tensor.numel() * tensor.element_size() <= LIMIT
-    assert tensor.dim() <= 8
-    assert not tensor.dtype.is_floating_point or bool(torch.isfinite(tensor).all())
-    if tensor.dtype == torch.bool:
-        assert set(tensor.view(torch.uint8).unique().tolist()) <= {0, 1}
-    return True
 
 
 def mutate(rng: random.Random, data: bytes) -> bytes:
