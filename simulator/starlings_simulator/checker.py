@@ -6,6 +6,7 @@
 - A step is committed when every holder of the plan has said Prepared, with one set of numbers (`step_committed`).
 - A microbatch of one attempt is leased to one living worker at a time (`granted`).
 - What a route claims passes every stage once (`done`).
+- When a holder is lost, the attempt goes on only if nothing of it is counted on (`adopted`).
 - What is served to others, and what a checkpoint holds, is one committed version exactly (`served`, `saved`).
 - Nobody trains uncredited: who computes holds a place in a plan that was sent to this very life, and the gradient of a
   committed step was computed by lives that are not over, those that get the credit (see credit.py).
@@ -14,12 +15,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from starlings_coordinator.core.records import StepRecorded, WorkerAdmitted
+from starlings_coordinator.core.records import PlanAdopted, StepRecorded, WorkerAdmitted
 from starlings_protos.messages import (
     Assignment,
+    ExchangeOpened,
+    Hop,
     Lease,
     LeaseKind,
     MicrobatchDone,
@@ -56,7 +59,9 @@ class Checker:
     planned_at_s: float = 0.0
     holders: dict[WorkerId, Span] = field(default_factory=dict)
     prepared: dict[tuple[int, int], set[WorkerId]] = field(default_factory=dict)
-    finished: set[MicrobatchKey] = field(default_factory=set)
+    # What is done, and the way it went; and the attempts whose exchange was opened.
+    finished: dict[MicrobatchKey, tuple[Hop, ...]] = field(default_factory=dict)
+    exchanged: set[tuple[int, int]] = field(default_factory=set)
     stage_count: int = 0
     steps_applied: int = 0
     highest_version: int = 0
@@ -94,6 +99,26 @@ class Checker:
             self.prepared.clear()
         self.credit.planned(worker_id, assignment.plan_version)
 
+    def adopted(self, record: PlanAdopted, dropped: Collection[WorkerId]) -> None:
+        """A plan was written down. Who is in it no more has no lease any more, also if it lives on somewhere."""
+        epoch = (record.step, record.attempt)
+        self.credit.adopted([worker_id for worker_id, _ in record.spans])
+        for worker_id in sorted(dropped):
+            self.gone(worker_id)
+            counted_on = [
+                key.index
+                for key, route in self.finished.items()
+                if (key.step, key.attempt) == epoch and any(hop.worker_id == worker_id for hop in route)
+            ]
+            require(
+                not counted_on and epoch not in self.exchanged,
+                f"step {record.step} goes on in attempt {record.attempt} without {worker_id}, which has gradient of "
+                f"microbatches {counted_on}, or is in the exchange",
+            )
+
+    def opened(self, message: ExchangeOpened) -> None:
+        self.exchanged.add((message.step, message.attempt))
+
     def said_prepared(self, worker_id: WorkerId, message: Prepared) -> None:
         self.prepared.setdefault((message.step, message.attempt), set()).add(worker_id)
 
@@ -114,7 +139,7 @@ class Checker:
         self.committed = {step: commit for step, commit in self.committed.items() if step < version}
         self.states = {key: state for key, state in self.states.items() if key[0] <= version}
         self.leased = {key: holder for key, holder in self.leased.items() if key.step < version}
-        self.finished = {key for key in self.finished if key.step < version}
+        self.finished = {key: route for key, route in self.finished.items() if key.step < version}
         self.credit.rewound(version)
 
     def _has_lost(self, stage: int) -> bool:
@@ -235,8 +260,8 @@ class Checker:
         )
         if message.key.kind is LeaseKind.TRAIN:
             self.leased.pop(message.key, None)
-            self.finished.add(message.key)
+            self.finished[message.key] = message.route
 
     def gone(self, worker_id: WorkerId) -> None:
-        """A worker died: its leases are free."""
+        """A worker died, or was given up: its leases are free."""
         self.leased = {key: holder for key, holder in self.leased.items() if holder != worker_id}

@@ -29,6 +29,7 @@ from starlings_coordinator.core.events import (
 from starlings_coordinator.core.records import PlanAdopted, StepRecorded, WorkerAdmitted
 from starlings_protos.messages import (
     Assignment,
+    ExchangeOpened,
     Heartbeat,
     HeartbeatAck,
     Hello,
@@ -236,6 +237,8 @@ class Coordinator:
                     checker.granted(effect.worker_id, lease)
             case StepCommitted():
                 checker.step_committed(effect.message)
+            case ExchangeOpened():
+                checker.opened(effect.message)
             case Assignment():
                 checker.planned(effect.worker_id, effect.message, self.world.now_s)
             case Standby():
@@ -253,6 +256,7 @@ class Coordinator:
         spans = dict(record.spans)
         dropped = self._planned.keys() - spans.keys()
         self._planned = spans
+        self.world.checker.adopted(record, dropped)
         if not any(words in record.reason for words in ABSENCE):
             self.world.harm(*sorted(dropped))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from starlings_coordinator.core.records import StepRecorded, WorkerAdmitted
@@ -14,9 +15,12 @@ Life = tuple[WorkerId, int]
 
 @dataclass(slots=True)
 class Credit:
-    """`lives`: the newest incarnation of each worker, as the coordinator wrote it down."""
+    """`lives`: the newest incarnation of each worker, as the coordinator wrote it down. `holders`: the lives that have
+    a place in the newest plan; what others computed in the present attempt went with them.
+    """
 
     lives: dict[WorkerId, int] = field(default_factory=dict)
+    holders: set[Life] = field(default_factory=set)
     admissions: Counter[WorkerId] = field(default_factory=Counter)
     # (worker, plan version) -> the life to which this place was given.
     _places: dict[tuple[WorkerId, int], int] = field(default_factory=dict)
@@ -31,6 +35,10 @@ class Credit:
         )
         self.lives[record.worker_id] = record.incarnation
         self.admissions[record.worker_id] += 1
+
+    def adopted(self, holders: Collection[WorkerId]) -> None:
+        """A plan was written down."""
+        self.holders = {(worker_id, self.lives.get(worker_id, 0)) for worker_id in holders}
 
     def planned(self, worker_id: WorkerId, plan_version: int) -> None:
         if self.lives:
@@ -53,15 +61,18 @@ class Credit:
             step.setdefault((stage, key.index), []).append((worker_id, incarnation))
 
     def committed(self, record: StepRecorded, count: int, stage_count: int) -> None:
-        """Every microbatch was computed once in each stage, by a life that is not over; credit follows work."""
-        computed = self._computed.get((record.step, record.attempt), {})
+        """Every microbatch was computed once in each stage by those who hold it now; credit follows work."""
+        everything = self._computed.get((record.step, record.attempt), {})
+        computed = {
+            what: [life for life in lives if life in self.holders] for what, lives in everything.items()
+        }
         for stage in range(stage_count):
             for index in range(count):
                 lives = computed.get((stage, index), [])
                 require(
                     len(lives) == 1 and self.lives[lives[0][0]] == lives[0][1],
                     f"microbatch {index} of the committed step {record.step} was computed for stage {stage} by "
-                    f"{lives}; the present lives are {self.lives}",
+                    f"{everything.get((stage, index), [])}; the holders are {sorted(self.holders)}",
                 )
         hops = {(life[0], index) for (_, index), lives in computed.items() for life in lives}
         work = Counter(worker_id for worker_id, _ in hops)

@@ -426,15 +426,11 @@ class Engine:
         if self._rng.random() < self.spec.compute_failure:
             self.handle(ComputeFailed(key, "non-finite gradient"))
             return
-        held = self.core.table.held.get(key)
-        if held is None:
-            # Dropped while it ran; the stages no longer matter, a ClearGradients follows.
-            self.handle(BackwardComputed(key, seconds))
-            return
-        device.backward(self.tensors[key], key, held.entry_stage, held.exit_stage)
-        self.world.checker.credit.accumulated(
-            self.spec.worker_id, self.incarnation, key, range(held.entry_stage, held.exit_stage + 1)
-        )
+        # Also what was dropped while it ran is in the accumulators now.
+        first, last = self.tensors[key].stages
+        device.backward(self.tensors[key], key, first, last)
+        credit = self.world.checker.credit
+        credit.accumulated(self.spec.worker_id, self.incarnation, key, range(first, last + 1))
         self.handle(BackwardComputed(key, seconds))
 
     def _exchange(self, device: Device, effect: OpenExchange | ReducePart | Assemble) -> None:

@@ -70,6 +70,12 @@ class Tensors:
     gradient_in: str | None = None
     gradient_out: str | None = None
 
+    @property
+    def stages(self) -> tuple[int, int]:
+        """First and last stage of the forward pass that was computed on them."""
+        assert self.output is not None
+        return (self.entry.stages if self.entry is not None else 0), self.output.stages - 1
+
 
 @dataclass(slots=True)
 class Vector:

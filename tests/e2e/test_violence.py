@@ -30,14 +30,14 @@ KILLS = 10
 SLOW = ("--emulate", "gtx1080ti", "--precision", "fp32")
 
 
-def prepared(folder: Path, workers: int) -> Path:
+def prepared(folder: Path, workers: int, batch: int, microbatch: int) -> Path:
     """Exact codecs and SGD, so that losses can be compared."""
     return prepared_job(
         folder,
         job_text(
-            STEPS * BATCH * LENGTH,
+            STEPS * batch * LENGTH,
             data={"sequence_length": LENGTH},
-            train={"batch": BATCH, "microbatch": 1, "optimizer": "sgd", "lr": 0.1, "clip": 0.5},
+            train={"batch": batch, "microbatch": microbatch, "optimizer": "sgd", "lr": 0.1, "clip": 0.5},
             pipeline={"codec": "exact"},
             exchange={"codec": "exact"},
             swarm={"min_workers": workers, "settle_s": 0.5},
@@ -46,9 +46,11 @@ def prepared(folder: Path, workers: int) -> Path:
 
 
 @contextmanager
-def slow_swarm(folder: Path, workers: int = 3) -> Iterator[LiveSwarm]:
+def slow_swarm(
+    folder: Path, workers: int = 3, batch: int = BATCH, microbatch: int = 1
+) -> Iterator[LiveSwarm]:
     """A swarm in training, each of whose workers holds the whole model."""
-    with LiveSwarm.of(prepared(folder, workers), folder) as swarm:
+    with LiveSwarm.of(prepared(folder, workers, batch, microbatch), folder) as swarm:
         for _ in range(workers):
             swarm.join(*SLOW)
         swarm.wait(lambda r: r.phase == "training" and r.step >= 2, 180)
@@ -110,6 +112,44 @@ def test_ten_kills_at_random_points(tmp_path: Path) -> None:
     check_losses(swarm)
 
 
+def test_a_worker_killed_before_it_accumulated_costs_only_its_leases(tmp_path: Path) -> None:
+    """The step goes on in its attempt: what the others have done is not done again."""
+    with slow_swarm(tmp_path, batch=48, microbatch=8) as swarm:
+        reply = swarm.wait(lambda r: r.phase == "training", 30)
+        victim = choose_victim(reply.workers)
+        assert victim is not None
+        child = child_of(swarm.swarm, victim)
+        at = freeze_before_anything_is_done(swarm, child)
+        child.expendable = True
+        kill_at_once(child.process)
+        child.process.wait(10)
+        swarm.wait(lambda r, v=victim: v not in states(r), 15)
+        swarm.wait(lambda r, at=at: r.step > at + 2, 120)
+        (lost,) = [event for event in swarm.history.events if event.kind == "plan" and victim in event.text]
+        assert f"step {at} goes on, " in lost.text
+        assert "0 of its microbatches" not in lost.text
+        assert not [event.text for event in swarm.history.events if event.kind == "step_restarted"]
+        assert not [event.text for event in swarm.history.events if "begins again" in event.text]
+        swarm.swarm.start_again(child)
+        swarm.wait(lambda r, v=victim: is_back(r, v, 3), 120)
+        assert swarm.wait(lambda r: True, 10).samples_lost == 0
+    check_losses(swarm)
+
+
+def freeze_before_anything_is_done(swarm: LiveSwarm, child: Child) -> int:
+    """Stops a worker at the beginning of a step, and says of which: nobody has finished a microbatch in it."""
+    for _ in range(20):
+        before = swarm.wait(lambda r: r.phase == "training", 60).step
+        step = swarm.wait(lambda r, before=before: r.step > before, 60).step
+        freeze(child)
+        time.sleep(0.3)  # What it said before it stopped arrives.
+        seen = swarm.wait(lambda r: True, 10)
+        if (seen.step, seen.step_microbatches_done) == (step, 0):
+            return int(step)
+        thaw(child)
+    raise AssertionError("its first microbatch was always done already")
+
+
 @pytest.mark.parametrize("frozen_s", [5, 20, 60])
 def test_a_frozen_worker_is_fenced_and_resyncs(tmp_path: Path, frozen_s: int) -> None:
     with slow_swarm(tmp_path) as swarm:
@@ -151,7 +191,7 @@ def thaw(child: Child) -> None:
 @pytest.mark.parametrize("memory", ["1GB", "1.6MB"])
 def test_a_partition_of_thirty_seconds(tmp_path: Path, memory: str) -> None:
     """Two workers and the coordinator on one side, two workers on the other."""
-    with other_host() as there, LiveSwarm.of(prepared(tmp_path, 4), tmp_path, there.here) as swarm:
+    with other_host() as there, LiveSwarm.of(prepared(tmp_path, 4, BATCH, 1), tmp_path, there.here) as swarm:
         for _ in range(2):
             swarm.join(*SLOW, "--memory", memory)
             swarm.join(*SLOW, "--memory", memory, host=there.there, through=there.through)

@@ -60,11 +60,9 @@ def accept_a_stale_attempt(patch: pytest.MonkeyPatch) -> None:
     """A worker takes microbatches of a void attempt as if they were of the present one."""
     whole = table.MicrobatchTable._admit_forward
 
-    def admit(
-        self: table.MicrobatchTable, place: Any, header: MicrobatchHeader, sender: WorkerId, receipt: Receipt
-    ) -> Any:
+    def admit(self: table.MicrobatchTable, place: Any, header: MicrobatchHeader, receipt: Receipt) -> Any:
         epoch, self.epoch = self.epoch, min(self.epoch, (header.key.step, header.key.attempt))
-        answer = whole(self, place, header, sender, receipt)
+        answer = whole(self, place, header, receipt)
         self.epoch = epoch
         return answer
 
@@ -74,12 +72,10 @@ def accept_a_stale_attempt(patch: pytest.MonkeyPatch) -> None:
 def forget_who_was_accumulated(patch: pytest.MonkeyPatch) -> None:
     """A second copy of a microbatch is computed again."""
 
-    def admit(
-        self: table.MicrobatchTable, place: Any, header: MicrobatchHeader, sender: WorkerId, receipt: Receipt
-    ) -> Any:
-        accumulated, self.accumulated = self.accumulated, {}
-        answer = whole(self, place, header, sender, receipt)
-        self.accumulated = accumulated
+    def admit(self: table.MicrobatchTable, place: Any, header: MicrobatchHeader, receipt: Receipt) -> Any:
+        routes, self.routes = self.routes, {}
+        answer = whole(self, place, header, receipt)
+        self.routes = routes
         return answer
 
     whole = table.MicrobatchTable._admit_forward

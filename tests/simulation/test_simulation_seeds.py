@@ -13,7 +13,7 @@ from starlings_simulator.cores import profile_of, simulation_of
 from starlings_simulator.faults import FaultKind, Moment
 from starlings_simulator.scenario import draw
 from starlings_simulator.simulation import block_names
-from support.simulated import chunks, judge, name_of, run, run_all
+from support.simulated import chunks, judge, losing, name_of, run, run_all
 
 FAST, SLOW = 200, 5000
 
@@ -27,6 +27,21 @@ def test_swarms_keep_their_promises(seeds: range) -> None:
 @pytest.mark.parametrize("seeds", chunks(1000, SLOW, 50), ids=name_of)
 def test_thousands_of_swarms_keep_their_promises(seeds: range) -> None:
     run_all(seeds)
+
+
+@pytest.mark.parametrize("seeds", chunks(0, 12, 6), ids=name_of)
+def test_losses_in_the_middle_of_steps(seeds: range) -> None:
+    """In these seeds attempts go on without the lost one, and others begin again because of it."""
+    outcomes = run_all(seeds, scenario_of=losing)
+    plans = [line for outcome in outcomes for line in outcome.transcript.lines() if "kind=plan" in line]
+    assert sum(" goes on, " in line for line in plans) >= 3
+    assert sum(" begins again" in line for line in plans) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", chunks(100, 1000, 50), ids=name_of)
+def test_a_thousand_swarms_with_losses_in_the_middle_of_steps(seeds: range) -> None:
+    run_all(seeds, scenario_of=losing)
 
 
 def test_a_copy_that_ends_after_a_rewind_is_of_no_present_version() -> None:

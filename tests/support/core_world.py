@@ -27,7 +27,15 @@ from starlings_coordinator.core.events import (
     WorkerConnected,
     WorkerSaid,
 )
-from starlings_coordinator.core.records import Record, record_from_json, record_to_json
+from starlings_coordinator.core.records import (
+    PlanAdopted,
+    Record,
+    StepRecorded,
+    StepRetried,
+    record_from_json,
+    record_to_json,
+)
+from starlings_coordinator.core.state import Durable, fold
 from starlings_job.profile import BlockProfile, Profile
 from starlings_job.spec import JobSpec
 from starlings_protos.messages import (
@@ -43,6 +51,8 @@ from starlings_protos.messages import (
     LeaseKind,
     LeaseRequest,
     MicrobatchDone,
+    MicrobatchFailed,
+    MicrobatchKey,
     PlannedWorker,
     PlanReply,
     Prepared,
@@ -108,6 +118,9 @@ class Fake:
     assignment: Assignment | None = None
     inbox: list[Any] = field(default_factory=list)
     accumulated: dict[int, set[int]] = field(default_factory=dict)
+    # The step and attempt of what it accumulated, and the route of each index.
+    epoch: tuple[int, int] = (0, 0)
+    routes: dict[int, tuple[Hop, ...]] = field(default_factory=dict)
     version: int = 0
     # Spoils what it reports, for tests.
     digest_offset: int = 0
@@ -301,14 +314,14 @@ class World:
             case Assignment() if message.observer or fake.observing:
                 self._observe(fake, message)
             case Assignment():
-                fake.assignment, fake.version, fake.accumulated = message, message.version, {}
+                self._assign(fake, message)
                 self.say(fake, Ready(message.plan_version, message.version, self.digests(fake)))
                 self.say(fake, LeaseRequest(message.slots))
             case LeaseGrant():
                 for lease in message.leases:
                     self._work(fake, lease)
             case StepRestarted():
-                fake.accumulated = {}
+                self._begin(fake, message.step, message.attempt)
             case ExchangeOpened():
                 self._exchange(fake, message)
             case StepCommitted() if fake.observing:
@@ -316,7 +329,8 @@ class World:
                 if fake.pace == "fast":
                     self.catch_up(fake)
             case StepCommitted():
-                fake.version, fake.accumulated = message.step + 1, {}
+                fake.version = message.step + 1
+                self._begin(fake, message.step + 1, 0)
             case Standby():
                 fake.observing, fake.unheard = False, []
             case StateWanted():
@@ -326,12 +340,32 @@ class World:
             case _:
                 pass
 
+    @staticmethod
+    def _begin(fake: Fake, step: int, attempt: int, *, anew: bool = False) -> None:
+        """Gradient of another attempt is void."""
+        if anew or fake.epoch != (step, attempt):
+            fake.epoch, fake.accumulated, fake.routes = (step, attempt), {}, {}
+
+    def _assign(self, fake: Fake, message: Assignment) -> None:
+        """What it has of the present attempt stays when the attempt does; what passed through somebody who is in the
+        plan no more is void.
+        """
+        old, fake.assignment = fake.assignment, message
+        same = old is not None and (old.stages, old.span) == (message.stages, message.span)
+        self._begin(fake, message.step, message.attempt, anew=not same or fake.version != message.version)
+        fake.version = message.version
+        present = {fake.worker_id, *(peer.worker_id for peer in message.peers)}
+        for index, route in fake.routes.items():
+            if any(hop.worker_id not in present for hop in route):
+                key = MicrobatchKey(LeaseKind.TRAIN, message.step, message.attempt, index)
+                self.say(fake, MicrobatchFailed(key, "it was accumulated on a route through a lost worker"))
+
     def _observe(self, fake: Fake, message: Assignment) -> None:
         again, fake.assignment = fake.observing, message
         fake.observing = message.observer
         if not message.observer:
             # From observer to holder, whether or not it has replayed everything.
-            fake.accumulated = {}
+            self._begin(fake, message.step, message.attempt, anew=True)
             self.say(fake, LeaseRequest(message.slots))
         elif not again:
             fake.version, fake.unheard = message.version, []
@@ -379,6 +413,7 @@ class World:
             for hop in route:
                 for stage in range(hop.first_stage, hop.last_stage + 1):
                     self.fakes[hop.worker_id].accumulated.setdefault(stage, set()).add(lease.key.index)
+                self.fakes[hop.worker_id].routes[lease.key.index] = route
             self.say(
                 fake, MicrobatchDone(lease.key, route, 64.0 * len(lease.samples), 64 * len(lease.samples))
             )
@@ -409,3 +444,21 @@ def received(fake: Fake, kind: type) -> list[Any]:
 
 def spoiled(message: Any, **changes: Any) -> Any:
     return replace(message, **changes)
+
+
+def attempts_begun(world: World) -> list[tuple[int, int]]:
+    """Every (step, attempt) that began, by the log: none may begin twice. A plan with other holders begins none if step
+    and attempt go on.
+    """
+    state, begun = Durable(), []
+    for record in world.records:
+        before = (state.step, state.attempt)
+        fold(state, record, world.config.job.train.batch, world.config.job.tokens_per_sample)
+        after = (state.step, state.attempt)
+        if isinstance(record, PlanAdopted):
+            begins = record.loads or after != before
+        else:
+            begins = isinstance(record, StepRetried | StepRecorded)
+        if begins:
+            begun.append(after)
+    return begun

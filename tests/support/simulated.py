@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from starlings_protos.messages import WorkerId
 from starlings_simulator.cores import simulation_of
-from starlings_simulator.faults import Fault, FaultKind
+from starlings_simulator.faults import Fault, FaultKind, Moment
 from starlings_simulator.scenario import FleetMember, Scenario, draw, without_crashes_of_the_coordinator
 from starlings_simulator.simulation import Outcome, Violation
 from starlings_simulator.verdicts import objection
@@ -16,9 +16,11 @@ from starlings_simulator.verdicts import objection
 WORKERS = tuple(WorkerId(f"w{index:02d}") for index in range(4))
 
 
-def run(seed: int, core: str = "real", *, calm: bool = False) -> Outcome:
+def run(
+    seed: int, core: str = "real", *, calm: bool = False, scenario_of: Callable[[int], Scenario] | None = None
+) -> Outcome:
     """Raises Violation when an invariant breaks, AssertionError when the end is wrong; both name the seed."""
-    scenario = draw(seed, calm=calm)
+    scenario = draw(seed, calm=calm) if scenario_of is None else scenario_of(seed)
     if core == "standin":
         scenario = without_crashes_of_the_coordinator(scenario)
     outcome = simulation_of(scenario, core).run()
@@ -44,12 +46,14 @@ def name_of(seeds: range) -> str:
     return f"{seeds[0]}-{seeds[-1]}"
 
 
-def run_all(seeds: range, core: str = "real") -> list[Outcome]:
+def run_all(
+    seeds: range, core: str = "real", scenario_of: Callable[[int], Scenario] | None = None
+) -> list[Outcome]:
     """All of them, also after one that fails; then every failing seed is named with its reason."""
     outcomes, wrong = [], []
     for seed in seeds:
         try:
-            outcomes.append(run(seed, core))
+            outcomes.append(run(seed, core, scenario_of=scenario_of))
         except AssertionError as error:
             wrong.append(str(error))
     assert not wrong, f"{len(wrong)} of {len(seeds)} seeds fail\n\n" + "\n\n".join(wrong)
@@ -68,6 +72,48 @@ def replicated(seed: int, *faults: Fault, steps: int = 9) -> Scenario:
         microbatches=4,
         least_workers=1,
         faults=faults,
+        updates_most=64,
+    )
+
+
+def losing(seed: int) -> Scenario:
+    """Pipelines with long steps of many microbatches, in the middle of which engines crash, hosts die and streams are
+    cut: losses are heard of while much is under way.
+    """
+    rng = random.Random(f"losing:{seed}")
+    workers = [WorkerId(f"w{index:02d}") for index in range(rng.randint(4, 6))]
+    pace_s = rng.choice([0.03, 0.08, 0.16])
+    fleet = tuple(
+        FleetMember(w, pace_s * rng.uniform(0.7, 1.4), "a", w, rng.uniform(0.0, 1.0)) for w in workers
+    )
+    kinds = [
+        FaultKind.KILL_ENGINE,
+        FaultKind.KILL_ENGINE,
+        FaultKind.KILL,
+        FaultKind.CUT_CONTROL,
+        FaultKind.KILL,
+    ]
+    faults = [
+        Fault(
+            rng.uniform(4.0, 30.0),
+            rng.choice(kinds),
+            rng.choice(workers),
+            rng.uniform(0.5, 6.0),
+            rng.choice([None, Moment.FORWARD, Moment.COMMITTED]),
+        )
+        for _ in range(rng.randint(4, 9))
+    ]
+    return replace(
+        draw(seed, calm=True),
+        fleet=fleet,
+        blocks=rng.randint(3, 5),
+        stages=rng.randint(2, 3),
+        steps=rng.randint(3, 5),
+        microbatches=rng.randint(6, 10),
+        least_workers=2,
+        broken=rng.choice([0.0, 0.02, 0.1]),
+        duplicated=rng.choice([0.0, 0.3]),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
         updates_most=64,
     )
 

@@ -138,6 +138,22 @@ class Monkey:
                         observer=rng.random() < 0.3,
                     )
                 )
+            case 19 if driver.core.loaded and driver.core.assignment is not None:
+                # One of the others was lost, and the attempt goes on.
+                self.plan_version += 1
+                known, (step, attempt) = driver.core.assignment, driver.core.training.epoch
+                committed = driver.core.training.commit is not None
+                driver.hear(
+                    dataclasses.replace(
+                        known,
+                        plan_version=self.plan_version,
+                        peers=tuple(rng.sample(known.peers, max(0, len(known.peers) - 1))),
+                        version=step + committed,
+                        step=step + committed,
+                        attempt=0 if committed else attempt,
+                    )
+                )
+                assert driver.core.loaded
             case 1 | 2 | 3:
                 header, sender = self.header()
                 answer = driver.core.admit(direction, header, sender, driver.now_s)

@@ -44,6 +44,8 @@ class StepLedger:
     opened_at_s: float | None = None
     # Stands in for samples leased at least once in this attempt.
     touched: set[int] = field(default_factory=set)
+    # Workers that were lost while this attempt went on.
+    gone: set[WorkerId] = field(default_factory=set)
 
     @classmethod
     def begin(
@@ -111,6 +113,22 @@ class StepLedger:
         self.moved_at_s = now_s
         self.done[key.index] = message
         return ""
+
+    def passed(self, worker_id: WorkerId) -> bool:
+        """Whether `worker_id` is on the route of anything that is done: its part of that gradient is counted on."""
+        return any(hop.worker_id == worker_id for message in self.done.values() for hop in message.route)
+
+    def leave_out(self, worker_id: WorkerId) -> list[int]:
+        """A worker is lost, and the attempt goes on: its leases return to the pool, as the next to be granted. Returns
+        their indices.
+        """
+        assert not self.passed(worker_id)
+        returned = sorted(index for index, lease in self.leases.items() if lease.worker_id == worker_id)
+        for index in reversed(returned):
+            del self.leases[index]
+            self.pool.append(index)
+        self.gone.add(worker_id)
+        return returned
 
     def contributors(self, stage: int) -> frozenset[WorkerId]:
         """Who accumulated gradient for `stage`, by the routes of what is done."""

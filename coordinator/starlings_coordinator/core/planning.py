@@ -363,7 +363,9 @@ class Planning:
     # ------------------------------------------------------------------ a plan that changes
 
     def holder_gone(self, worker_id: WorkerId, reason: str) -> None:
-        """With every stage still held, go on without it; otherwise from the newest checkpoint."""
+        """With every stage still held, go on without it, in the same attempt when nothing that it did is counted on;
+        otherwise from the newest checkpoint.
+        """
         core, state = self._core, self._core.state
         left = {w: span for w, span in state.spans.items() if w != worker_id and w in core.members}
         uncovered = [s for s in range(len(state.stages)) if not any(s in span for span in left.values())]
@@ -371,8 +373,10 @@ class Planning:
             if uncovered:
                 reason = f"stage {uncovered[0]} has no holder any more: {reason}"
             self.gather_again(reason)
-            return
-        self._reissue(left, reason)
+        elif core.stepping.counts_on(worker_id):
+            self._reissue(left, reason)
+        else:
+            self._leave_out(worker_id, left, reason)
 
     def reissue(self, reason: str) -> None:
         """The same spans again, as a new attempt."""
@@ -416,18 +420,7 @@ class Planning:
         """Further holders from the present step on, which nobody knows of yet: so its attempt stays as it is."""
         core, state = self._core, self._core.state
         spans = state.spans | {w: p.span for w, p in planned.items() if p.span is not None}
-        core.desk.record(
-            PlanAdopted(
-                state.plan_version + 1,
-                state.stages,
-                tuple(sorted(spans.items())),
-                state.step,
-                state.attempt,
-                reason,
-                tuple(planned[w] for w in sorted(planned)),
-                loads=False,
-            )
-        )
+        self._change_holders(spans, state.attempt, reason, tuple(planned[w] for w in sorted(planned)))
         core.desk.announce("plan", f"plan {state.plan_version}: {reason}")
         for worker_id in planned:
             newcomer = core.members[worker_id]
@@ -436,19 +429,36 @@ class Planning:
         for holder in core.holders:
             core.desk.send(holder, self.assignment(holder, state.spans[holder.worker_id]))
 
+    def _leave_out(self, worker_id: WorkerId, left: dict[WorkerId, Span], reason: str) -> None:
+        """The attempt goes on: what the lost worker had leased is leased again, and the hop before it sends what was
+        under way along another route. Who has gradient of a route through it says so (MicrobatchFailed).
+        """
+        core, state = self._core, self._core.state
+        self._change_holders(left, state.attempt, reason)
+        returned = core.stepping.leave_out(worker_id)
+        what = f"step {state.step} goes on, {returned} of its microbatches are leased again"
+        core.desk.announce("plan", f"plan {state.plan_version}: {what}: {reason}")
+        for holder in core.holders:
+            core.desk.send(holder, self.assignment(holder, state.spans[holder.worker_id]))
+
+    def _change_holders(
+        self,
+        spans: dict[WorkerId, Span],
+        attempt: int,
+        reason: str,
+        planned: tuple[PlannedWorker, ...] = (),
+    ) -> None:
+        """Others hold the same stages from now on, and nobody has to load."""
+        state = self._core.state
+        holders = tuple(sorted(spans.items()))
+        version = state.plan_version + 1
+        self._core.desk.record(
+            PlanAdopted(version, state.stages, holders, state.step, attempt, reason, planned, loads=False)
+        )
+
     def _reissue(self, spans: dict[WorkerId, Span], reason: str) -> None:
         core, state = self._core, self._core.state
-        core.desk.record(
-            PlanAdopted(
-                state.plan_version + 1,
-                state.stages,
-                tuple(sorted(spans.items())),
-                state.step,
-                state.attempt + 1,
-                reason,
-                loads=False,
-            )
-        )
+        self._change_holders(spans, state.attempt + 1, reason)
         exchanging = core.ledger is not None and core.ledger.opened_at_s is not None
         where = f"step {state.step} begins again{' (it was being exchanged)' if exchanging else ''}"
         core.desk.announce("plan", f"plan {state.plan_version}: {where}: {reason}")

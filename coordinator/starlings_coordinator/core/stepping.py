@@ -128,6 +128,21 @@ class Stepping:
         for worker_id, leases in granted.items():
             core.desk.send(core.members[worker_id], LeaseGrant(tuple(leases)))
 
+    def counts_on(self, worker_id: WorkerId) -> bool:
+        """Whether this attempt cannot be committed without `worker_id`: something that it accumulated is done, or the
+        exchange has begun, of which it is a member.
+        """
+        core, ledger = self._core, self._core.ledger
+        if core.phase is not Phase.TRAINING or ledger is None or core.finishing.holding:
+            return True
+        return ledger.opened_at_s is not None or ledger.passed(worker_id)
+
+    def leave_out(self, worker_id: WorkerId) -> int:
+        """The attempt goes on without a worker on which nothing depends. Returns how many leases it had."""
+        assert self._core.ledger is not None
+        self._accusations.pop(worker_id, None)
+        return len(self._core.ledger.leave_out(worker_id))
+
     def _enters(self, member: Member) -> bool:
         return self._core.state.spans[member.worker_id].first_stage == 0
 
@@ -156,12 +171,16 @@ class Stepping:
         )
         if objection:
             # Its gradient is somewhere, and nobody can say what it is: only a new attempt settles that.
+            words = f"microbatch {message.key.index} of {member.worker_id}: {objection}"
+            if any(hop.worker_id in ledger.gone for hop in message.route):
+                self.retry(words, futile=False)
+                return
             core.refused_reports += 1
             if math.isfinite(message.loss_sum):
                 member.strikes += (
                     1  # A loss that is not finite is nobody's fault; it fails the job if it stays.
                 )
-            self.retry(f"microbatch {message.key.index} of {member.worker_id}: {objection}")
+            self.retry(words)
             self._drop_offenders()
             return
         if ledger.complete:
@@ -175,6 +194,11 @@ class Stepping:
             ledger.attempt,
         ):
             core.dropped_messages += 1
+            return
+        if ledger.gone:
+            # It may be because of a worker that was lost meanwhile: nobody's fault. If not, it will fail again.
+            words = f"microbatch {key.index} cannot go on at {member.worker_id}: {message.reason}"
+            self.retry(words, futile=False)
             return
         if member.worker_id not in self._link_trouble:
             failed = self._failures.setdefault(key.index, set())

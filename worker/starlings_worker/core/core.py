@@ -120,6 +120,7 @@ class WorkerCore:
             self._effects.append,
         )
         self.placement = Placement(
+            worker_id,
             self.timings,
             self.device,
             self.peers,
@@ -352,7 +353,8 @@ class WorkerCore:
             self._wish_open = max(0, self._wish_open - 1)
             if self.loaded and lease.key.kind is LeaseKind.TRAIN:
                 self.training.raise_attempt(lease.key.step, lease.key.attempt)
-            self.table.grant(lease)
+            if not self.table.grant(lease):
+                self.flow.refuse(lease.key)
 
     def _wish(self, now_s: float) -> None:
         """Ask for as many leases as could be begun, when that is more than what is on its way, or was perhaps

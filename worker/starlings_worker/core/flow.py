@@ -8,8 +8,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import assert_never
 
 from starlings_protos.messages import (
+    LeaseKind,
     MicrobatchDone,
     MicrobatchFailed,
     MicrobatchHeader,
@@ -30,10 +32,11 @@ from starlings_worker.core.events import (
     MicrobatchNotSent,
     MicrobatchSent,
 )
+from starlings_worker.core.losses import Fate, absent, fate_of
 from starlings_worker.core.microbatches import Held, Phase
 from starlings_worker.core.peers import PeerTable, queue_seconds
-from starlings_worker.core.router import choose_exit, choose_next
-from starlings_worker.core.table import MicrobatchTable
+from starlings_worker.core.router import choose_exit, choose_next, onward
+from starlings_worker.core.table import Epoch, MicrobatchTable, Place
 from starlings_worker.core.timings import WorkerTimings
 
 
@@ -310,6 +313,59 @@ class Flow:
         if held.trains:
             self._table.failed.add(held.key)
         self._say(MicrobatchFailed(held.key, reason))
+
+    # ------------------------------------------------------------------ when others are lost
+
+    def leave_out_absent(self, epoch: Epoch) -> None:
+        """The plan has fewer workers, and the attempt goes on (see losses.py). Nothing happens where all are there."""
+        table, place = self._table, self._table.place
+        assert place is not None
+        if table.epoch == epoch:
+            for index, route in sorted(table.routes.items()):
+                if gone := absent(route, place.workers):
+                    self._void(MicrobatchKey(LeaseKind.TRAIN, *epoch, index), gone[0])
+        for held in sorted(table.held.values(), key=lambda held: held.order):
+            if not held.trains or held.epoch < epoch:
+                continue
+            match fate_of(held, place.workers):
+                case Fate.FAILED:
+                    self._give_up(held, "it passed through a worker that was lost")
+                case Fate.DROPPED:
+                    self._counters["dropped_with_a_worker"] += 1
+                    table.drop(held)
+                case Fate.SENT_AGAIN:
+                    self._counters["resends"] += 1
+                    table.abandon_forward(held)
+                    held.settle()
+                    held.phase = Phase.PLACING
+                    self._give_up_if_stuck(held, place)
+                case Fate.STAYS:
+                    self._give_up_if_stuck(held, place)
+                case _ as never:
+                    assert_never(never)
+
+    def _give_up_if_stuck(self, held: Held, place: Place) -> None:
+        """A route may have gone where only the lost worker could have taken it on."""
+        if held.phase > Phase.PLACING:
+            return
+        passable = onward(place.stage_count, self._peers.views(0.0), self._visited(held)).passable
+        exits = {place.span.last_stage, *place.exits} if held.exit_stage < 0 else {held.exit_stage}
+        if not any(passable[stage + 1] for stage in exits if stage >= held.entry_stage):
+            self._give_up(held, "nobody is left who could take it on")
+
+    def refuse(self, key: MicrobatchKey) -> None:
+        """A lease that cannot be begun here."""
+        self._counters["failures"] += 1
+        self._table.failed.add(key)
+        self._say(MicrobatchFailed(key, "its route before this lease is not let go of yet"))
+
+    def _void(self, key: MicrobatchKey, gone: WorkerId) -> None:
+        """Something accumulated cannot be taken out of the gradient again."""
+        self._counters["failures"] += 1
+        if (held := self._table.held.get(key)) is not None:
+            self._table.drop(held)
+        self._table.failed.add(key)
+        self._say(MicrobatchFailed(key, f"it was accumulated on a route through {gone}, which was lost"))
 
     # ------------------------------------------------------------------ questions
 

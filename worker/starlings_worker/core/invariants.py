@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from starlings_protos.messages import LeaseKind, MicrobatchKey, WorkerId
 from starlings_worker.core.effects import ComputeBackward, ComputeForward
+from starlings_worker.core.losses import absent
 from starlings_worker.core.microbatches import Phase
 from starlings_worker.core.observing import STEPS_BEHIND_AT_MOST
 
@@ -45,8 +47,23 @@ def _check_microbatches(core: WorkerCore) -> None:
         assert core.worker_id not in {hop.worker_id for hop in held.route}, f"{key} came twice"
     for lease in table.leases:
         assert lease.key not in table.held, f"{lease.key} is leased and held"
+    if core.training.commit is None:
+        _check_routes(core, place.workers)
     indices = [stage for stage in table.accumulated if stage not in place.span]
     assert not indices, f"gradient of stages {indices} that are not held"
+
+
+def _check_routes(core: WorkerCore, present: frozenset[WorkerId]) -> None:
+    """Nobody who is in the plan no more has a part in what is computed, unless the attempt was reported as void."""
+    table = core.table
+    for key, held in table.held.items():
+        gone = absent(held.route, present) if held.trains else []
+        assert not gone, f"{key} came through {gone}, who left the plan"
+    for index, route in table.routes.items():
+        key = MicrobatchKey(LeaseKind.TRAIN, *table.epoch, index)
+        assert key in table.failed or not absent(route, present), f"{key} was accumulated on {route}"
+    for stage, indices in table.accumulated.items():
+        assert indices <= table.routes.keys(), f"what was accumulated for stage {stage} has no route"
 
 
 def _check_device(core: WorkerCore) -> None:

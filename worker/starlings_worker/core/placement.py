@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
-from starlings_protos.messages import Assignment, Ready, StepCommitted
+from starlings_protos.messages import Assignment, Ready, StepCommitted, WorkerId
 from starlings_worker.core.admission import boundaries_of
 from starlings_worker.core.device import DeviceQueue
 from starlings_worker.core.effects import Effect, Load, Stop, UpdatePeers
@@ -27,6 +28,7 @@ class Placement:
 
     def __init__(
         self,
+        worker_id: WorkerId,
         timings: WorkerTimings,
         device: DeviceQueue,
         peers: PeerTable,
@@ -39,6 +41,7 @@ class Placement:
         emit: Callable[[Effect], None],
         stop: Callable[[Stop], None],
     ) -> None:
+        self._worker_id = worker_id
         self._timings = timings
         self._device = device
         self._peers = peers
@@ -114,11 +117,17 @@ class Placement:
         if not same_place:
             self._begin_load(new)
             return
-        assert self._table.place is not None
-        self._table.place = _place(new, self._table.place.base_plan_version)
+        before = self._table.place
+        assert before is not None
+        place = _place(self._worker_id, new, before.base_plan_version)
+        if before.workers - place.workers:
+            # What is under way may still change workers where the lost one's span began or ended.
+            place = replace(place, boundaries=place.boundaries | before.boundaries)
+        self._table.place = place
         self._table.drop_forward_only()
         self._emit(UpdatePeers(new))
         training.raise_attempt(new.step, new.attempt)
+        self._flow.leave_out_absent(epoch)
         self._report_ready()
 
     def _observe(self, new: Assignment) -> None:
@@ -143,7 +152,7 @@ class Placement:
         observing = self.observing
         self.assignment = new
         self._peers.update(new)
-        self._table.place = _place(new, new.plan_version)
+        self._table.place = _place(self._worker_id, new, new.plan_version)
         self._flow.stage_seconds = own_span_prior(new)
         self._emit(UpdatePeers(new))
         self._outbox.forget(Ready)
@@ -196,7 +205,7 @@ class Placement:
         if assignment.observer:
             self.observing.loaded(self.plan_version)
             return
-        self._table.place = _place(assignment, assignment.plan_version)
+        self._table.place = _place(self._worker_id, assignment, assignment.plan_version)
         self._training.begin((assignment.step, assignment.attempt), event.version)
         self.loaded = True
         self._loaded_digests = (event.version, dict(event.block_digests))
@@ -247,7 +256,7 @@ class Placement:
             self._device.push(Load(self.assignment))
 
 
-def _place(assignment: Assignment, base_plan_version: int) -> Place:
+def _place(worker_id: WorkerId, assignment: Assignment, base_plan_version: int) -> Place:
     spans = [assignment.span, *(peer.span for peer in assignment.peers if peer.span is not None)]
     return Place(
         assignment.span,
@@ -256,4 +265,5 @@ def _place(assignment: Assignment, base_plan_version: int) -> Place:
         assignment.plan_version,
         base_plan_version,
         boundaries_of(spans, len(assignment.stages)),
+        frozenset({worker_id, *(peer.worker_id for peer in assignment.peers)}),
     )

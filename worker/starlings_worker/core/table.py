@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from starlings_protos.messages import (
     Hop,
@@ -32,6 +33,7 @@ from starlings_worker.core.admission import (
 from starlings_worker.core.device import DeviceQueue
 from starlings_worker.core.effects import ForgetMicrobatch
 from starlings_worker.core.events import Direction
+from starlings_worker.core.losses import absent
 from starlings_worker.core.microbatches import Held, Phase
 
 # Leases that may wait for a slot; each is a few kilobytes of tokens. The coordinator grants no more than was
@@ -55,6 +57,8 @@ class Place:
     base_plan_version: int
     # Where microbatches may change workers (see admission.py).
     boundaries: frozenset[int]
+    # Everybody in the plan, this worker too.
+    workers: frozenset[WorkerId]
 
     def may_enter(self, held: int, entry_stage: int) -> bool:
         return may_enter(self.slots, held, self.span, entry_stage, self.boundaries)
@@ -94,13 +98,15 @@ class MicrobatchTable:
         self.leases: deque[Lease] = deque()
         self.accumulated: dict[int, set[int]] = {}
         self.failed: set[MicrobatchKey] = set()
-        # Who returned the gradient of what was accumulated in the present epoch.
-        self.returned: dict[MicrobatchKey, WorkerId] = {}
+        # The whole route of each index that was accumulated in the present epoch: it may come again, but once.
+        self.routes: dict[int, tuple[Hop, ...]] = {}
         # Dropped while the device worked on them: forgotten when it is done.
         self.doomed: set[MicrobatchKey] = set()
         # Transfers out of dropped microbatches whose outcome is still to come, and must not be taken for a
         # later one's.
         self.orphans: Counter[tuple[Direction, MicrobatchKey, WorkerId]] = Counter()
+        # Transfers in that were dropped before they were complete: the shell may still keep what comes of them.
+        self.late: Counter[MicrobatchKey] = Counter()
 
     # ------------------------------------------------------------------ coming in
 
@@ -112,14 +118,14 @@ class MicrobatchTable:
             return Rejection(Refusal.NOT_HELD, "this worker holds no stage")
         if header.plan_version < self.place.base_plan_version:
             return Rejection(Refusal.STALE, f"plan {header.plan_version} is over")
+        if header.key.kind is LeaseKind.TRAIN and (gone := absent(header.route, self.place.workers)):
+            return Rejection(Refusal.STALE, f"{gone[0]:.40} of its route is not in the plan")
         if direction is Direction.BACKWARD:
             return self._admit_backward(header, sender, receipt)
         wrong = check_forward(header, sender, self._worker_id, self.place.span)
-        return wrong or self._admit_forward(self.place, header, sender, receipt)
+        return wrong or self._admit_forward(self.place, header, receipt)
 
-    def _admit_forward(
-        self, place: Place, header: MicrobatchHeader, sender: WorkerId, receipt: Receipt
-    ) -> Admission:
+    def _admit_forward(self, place: Place, header: MicrobatchHeader, receipt: Receipt) -> Admission:
         key = header.key
         if key.kind is LeaseKind.TRAIN:
             epoch = (key.step, key.attempt)
@@ -127,18 +133,22 @@ class MicrobatchTable:
                 return Rejection(Refusal.STALE, f"step {key.step} attempt {key.attempt} is over")
             if key.step > self.epoch[0] + 1:
                 return Rejection(Refusal.BUSY, f"step {key.step} is further than the next one")
-            if epoch == self.epoch and key.index in self.accumulated.get(header.stage, ()):
-                return Duplicate(receipt)
+            if epoch == self.epoch and (route := self.routes.get(key.index)):
+                if route[: len(header.route)] == header.route:
+                    return Duplicate(receipt)
+                return Rejection(Refusal.STALE, "the microbatch was accumulated here on another route")
         held = self.held.get(key)
         if held is not None:
-            if held.previous != sender or held.entry_stage != header.stage:
+            if held.route != header.route:
                 return Rejection(Refusal.STALE, "the microbatch came here another way")
             if held.phase is Phase.ARRIVING:
                 return Rejection(Refusal.BUSY, "a transfer of this microbatch is under way")
             return Duplicate(receipt)
         if any(lease.key == key for lease in self.leases):
             return Rejection(Refusal.STALE, "the microbatch is leased to this worker itself")
-        if key in self.doomed or not place.may_enter(len(self.held), header.stage):
+        if self.is_entangled(key):
+            return Rejection(Refusal.BUSY, "the microbatch was here before, and is not let go of yet")
+        if not place.may_enter(len(self.held), header.stage):
             return Rejection(Refusal.BUSY, "no free slot")
         self._hold(key, header.stage, header.route, header.loss_denominator, Phase.ARRIVING).arriving = header
         return receipt
@@ -147,7 +157,7 @@ class MicrobatchTable:
         key = header.key
         held = self.held.get(key)
         if held is None:
-            if self.returned.get(key) == sender:
+            if key.kind is LeaseKind.TRAIN and self._was_returned_by(sender, header):
                 return Duplicate(receipt)
             return Rejection(Refusal.STALE, "this worker does not hold the microbatch (any more)")
         if held.phase < Phase.AWAY or not held.trains:
@@ -165,10 +175,21 @@ class MicrobatchTable:
         if held.phase is Phase.GRADIENT_ARRIVING:
             return Rejection(Refusal.BUSY, "a transfer of this gradient is under way")
         if held.phase > Phase.GRADIENT_ARRIVING:
+            if header.route != held.full_route:
+                return Rejection(Refusal.STALE, "another gradient of the microbatch is here already")
             return Duplicate(receipt)
         held.phase = Phase.GRADIENT_ARRIVING
         held.arriving = header
         return receipt
+
+    def _was_returned_by(self, sender: WorkerId, header: MicrobatchHeader) -> bool:
+        """Whether this gradient is in the accumulators already."""
+        key, route = header.key, self.routes.get(header.key.index, ())
+        if (key.step, key.attempt) != self.epoch or route != header.route:
+            return False
+        return any(
+            (one.worker_id, two.worker_id) == (self._worker_id, sender) for one, two in pairwise(route)
+        )
 
     def arrived(self, direction: Direction, header: MicrobatchHeader, sender: WorkerId) -> Held | None:
         """The microbatch whose awaited transfer is complete, now queued; None when it was dropped."""
@@ -176,6 +197,7 @@ class MicrobatchTable:
         awaited = Phase.ARRIVING if direction is Direction.FORWARD else Phase.GRADIENT_ARRIVING
         if held is None or held.phase is not awaited or held.arriving != header:
             self._counters["late_arrivals"] += 1
+            self._late_is_over(header.key)
             if held is None and header.key not in self.doomed:
                 self._forget(ForgetMicrobatch(header.key))
             return None
@@ -192,6 +214,7 @@ class MicrobatchTable:
         """An awaited transfer broke off: as if it had never been admitted."""
         held = self.held.get(header.key)
         if held is None or held.arriving != header:
+            self._late_is_over(header.key)
             return
         held.arriving = None
         self._counters["broken_arrivals"] += 1
@@ -209,23 +232,30 @@ class MicrobatchTable:
 
     # ------------------------------------------------------------------ leases
 
-    def grant(self, lease: Lease) -> None:
-        """Queue a lease for a slot. What is over, or here already, is dropped."""
+    def grant(self, lease: Lease) -> bool:
+        """Queue a lease for a slot. What is over, or here already, is dropped. False: something of the microbatch's
+        earlier route is still under way here, so that it cannot be begun anew.
+        """
         key = lease.key
         if key in self.held or any(other.key == key for other in self.leases):
             self._counters["duplicate_leases"] += 1
-            return
+            return True
         over = key.kind is LeaseKind.TRAIN and (
             (key.step, key.attempt) < self.epoch
             or key in self.failed
-            or ((key.step, key.attempt) == self.epoch and key.index in self.accumulated.get(0, ()))
+            or ((key.step, key.attempt) == self.epoch and key.index in self.routes)
         )
         if over or self.place is None or 0 not in self.place.span or len(self.leases) >= LEASES_AT_MOST:
             self._counters["leases_dropped"] += 1
             if key not in self.doomed:
                 self._forget(ForgetMicrobatch(key))
-            return
+            return True
+        if self.is_entangled(key):
+            if key not in self.doomed:
+                self._forget(ForgetMicrobatch(key))
+            return False
         self.leases.append(lease)
+        return True
 
     def promote(self) -> None:
         """Give free slots to leases of the present epoch, oldest first."""
@@ -235,7 +265,7 @@ class MicrobatchTable:
             if not self.place.may_enter(len(self.held), 0):
                 return
             key = lease.key
-            if (key.kind is LeaseKind.TRAIN and (key.step, key.attempt) != self.epoch) or key in self.doomed:
+            if key.kind is LeaseKind.TRAIN and (key.step, key.attempt) != self.epoch:
                 continue
             self.leases.remove(lease)
             self._hold(key, 0, (), lease.loss_denominator, Phase.QUEUED)
@@ -256,6 +286,8 @@ class MicrobatchTable:
     def drop(self, held: Held) -> None:
         """Free the slot and the tensors; the latter only when the device lets go of them."""
         del self.held[held.key]
+        if held.arriving is not None:
+            self.late[held.key] += 1
         if held.sending_forward and held.next_worker is not None:
             self.orphans[Direction.FORWARD, held.key, held.next_worker] += 1
         if held.sending_backward and held.previous is not None:
@@ -264,6 +296,25 @@ class MicrobatchTable:
             self.doomed.add(held.key)
         else:
             self._forget(ForgetMicrobatch(held.key))
+
+    def abandon_forward(self, held: Held) -> None:
+        """Whom it is being sent to is gone: the outcome means nothing any more."""
+        if held.sending_forward and held.next_worker is not None:
+            self.orphans[Direction.FORWARD, held.key, held.next_worker] += 1
+        held.sending_forward = False
+        held.next_worker = None
+
+    def is_entangled(self, key: MicrobatchKey) -> bool:
+        """Whether the device or a transfer still works on an earlier coming of this microbatch, so that a new one's
+        tensors could be mistaken for the old one's.
+        """
+        orphaned = any(other == key for _, other, _ in self.orphans)
+        return orphaned or key in self.doomed or key in self.late
+
+    def _late_is_over(self, key: MicrobatchKey) -> None:
+        self.late[key] -= 1
+        if self.late[key] <= 0:
+            del self.late[key]
 
     def outcome_of_orphan(self, direction: Direction, key: MicrobatchKey, to: WorkerId) -> bool:
         triple = (direction, key, to)
@@ -296,7 +347,7 @@ class MicrobatchTable:
         self.epoch = epoch
         self.accumulated = {}
         self.failed = set()
-        self.returned = {}
+        self.routes = {}
         self._drop_all(held for held in self.held.values() if held.trains and held.epoch < epoch)
         for lease in list(self.leases):
             if lease.key.kind is LeaseKind.TRAIN and (lease.key.step, lease.key.attempt) < epoch:
@@ -319,5 +370,5 @@ class MicrobatchTable:
     def accumulate(self, held: Held) -> None:
         for stage in range(held.entry_stage, held.exit_stage + 1):
             self.accumulated.setdefault(stage, set()).add(held.key.index)
-        if held.next_worker is not None:
-            self.returned[held.key] = held.next_worker
+        assert held.key.index not in self.routes, f"{held.key} is accumulated twice"
+        self.routes[held.key.index] = held.full_route
