@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from typing import BinaryIO
 import psutil
 
 from starlings_protos import control_pb2, pipes, process_pb2
+from starlings_worker.child_process import start_child
 from starlings_worker.errors import ExitCode
-from starlings_worker.platform import memory_kills, start_options
+from starlings_worker.platform import memory_kills
 
 # What the child process runs; it speaks starlings_protos.pipes.
 ENGINE_MODULE = "starlings_worker.engine"
@@ -90,16 +90,7 @@ class EngineChild:
         """
         self._memory_kills_before = memory_kills()
         with _open_log(self._log_path) as log:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                ENGINE_MODULE,
-                str(os.getpid()),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                **start_options(),
-            )
+            self._process = await start_child(ENGINE_MODULE, log)
         await self.send(process_pb2.ToEngine(start=settings))
 
     async def send(self, message: process_pb2.ToEngine) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
-import sys
 from pathlib import Path
 
 from starlings_protos import pipes, process_pb2
-from starlings_worker.platform import start_options
+from starlings_worker.child_process import start_child
 
 # What the child process runs.
 HANDOVER_MODULE = "starlings_worker.handover"
@@ -49,16 +47,7 @@ class HandingOver:
             return ""
         start.directory, start.version = self.left.directory, self.left.report.version
         with self._log_path.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                HANDOVER_MODULE,
-                str(os.getpid()),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                **start_options(),
-            )
+            self._process = await start_child(HANDOVER_MODULE, log)
         self._reader = asyncio.create_task(self._read())
         await self._send(process_pb2.ToHandover(start=start))
         with contextlib.suppress(TimeoutError):
