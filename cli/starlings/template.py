@@ -73,7 +73,7 @@ COMMENTS: Mapping[str, str] = {
     "exchange.robust": "Robust averaging: not there yet.",
     "swarm.min_workers": "Training waits until this many workers are there,",
     "swarm.settle_s": "... until they can hold every stage, and until nobody has joined for this long.",
-    "checkpoint.to": "A directory or an fsspec URL. Left out: the job's own directory.",
+    "checkpoint.to": "A directory or an fsspec URL, of this job alone. Left out: the job's own directory.",
     "checkpoint.every": "Steps between checkpoints; 0 = only at the end.",
     "checkpoint.keep": "How many to keep.",
     "network.host": "Names or addresses under which volunteers reach this machine. Left out: found out.",

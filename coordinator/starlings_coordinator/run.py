@@ -32,6 +32,8 @@ from starlings_coordinator.options import (
 )
 from starlings_coordinator.preparing import ensure_prepared
 from starlings_coordinator.signing import AssignmentSigner
+from starlings_job.checkpoint_owner import Owner
+from starlings_job.prepared import checkpoint_url
 from starlings_protos.locks import DirectoryLock
 from starlings_protos.notify import Notifier
 
@@ -80,6 +82,10 @@ async def serve(options: CoordinatorOptions, observer: Observer, notifier: Notif
                 loop.call_soon_threadsafe(observer, "announce", {"kind": kind, "text": text})
 
         authority = EnrolmentAuthority(options.directory, job.spec.job.name, observe=observe)
+        if "://" not in (url := checkpoint_url(options.directory, job.spec)):
+            # Other storage is for the keeper, which has what it takes to read it.
+            owner = Owner(job.spec.job.name, authority.ca.pin)
+            await asyncio.to_thread(owner.refuse_others, url, options.directory)
         signer_key = AssignmentSigner(authority.assignment_key, job.spec.job.name).key_der
         core = await restore_core(job, journal, signer_key)
         parts = Coordinator(options, observer, job, core, journal, authority, clock)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -14,20 +16,26 @@ from typing import Any
 import pytest
 
 from starlings_coordinator.keeper.library import StateLibrary
+from starlings_coordinator.keeper.process import Keeper
 from starlings_coordinator.keeper.pull import Puller
 from starlings_coordinator.keeper.saving import BlockSource, SaveFailed, SaveOrder, Written, save
 from starlings_coordinator.signing import AssignmentSigner
 from starlings_job.checkpoint import load_manifest, read_block, versions
-from starlings_job.prepared import load_profile, weights_url
+from starlings_job.checkpoint_owner import Owner
+from starlings_job.prepared import JOB_FILE, load_profile, weights_url
+from starlings_job.spec import load_job
 from starlings_job.state import block_digest
+from starlings_protos import pipes, process_pb2
 from starlings_protos.authority import CertificateAuthority
+from starlings_protos.convert import to_proto
 from starlings_protos.identity import KEEPER, Identity, PeerIdentity, Role, key_id, key_to_pem, new_key
 from starlings_protos.messages import Peer, WorkerId
 from starlings_protos.state_transfer import ServedBlock, StateTensor
-from support.coordinator_harness import FakeDonor, open_donor
+from support.coordinator_harness import FakeDonor, open_donor, until
 from support.prepared_job import block_names, block_state, write_prepared_job
 
 KEY = new_key()
+OWNER = Owner("test", "a" * 43)
 
 
 @dataclass
@@ -52,19 +60,48 @@ class Desk:
         self.donors.append((Peer(WorkerId(peer.id), (opened.address,)), opened))
         return self.donors[-1][0]
 
-    async def save(self, *peers: Peer, version: int = 4, digests: bool = True, keep: int = 2) -> Written:
+    async def save(
+        self, *peers: Peer, version: int = 4, digests: bool = True, keep: int = 2, owner: Owner = OWNER
+    ) -> Written:
         blocks = tuple(
             BlockSource(b, peers, block_digest(block_state(b, version)) if digests else "")
             for b in block_names()
         )
         return await save(
-            SaveOrder(version, 100, blocks, "test", "digest"),
+            SaveOrder(version, 100, blocks, owner, "digest"),
             puller=self.puller,
             library=self.library,
             profile=load_profile(self.directory),
+            directory=self.directory / "elsewhere",
             url=self.url,
             keep=keep,
         )
+
+    def start(self) -> process_pb2.StartKeeper:
+        """What the keeper's process is told."""
+        identity = self.authority.issue_identity(KEEPER, time.time())
+        start = process_pb2.StartKeeper(
+            key_pem=identity.key_pem,
+            certificate_pem=identity.certificate_pem,
+            ca_pem=identity.ca_pem,
+            assignment_key_der=AssignmentSigner(KEY, "test").key_der,
+            job_directory=str(self.directory),
+            listen_host="127.0.0.1",
+            advertise_hosts=["127.0.0.1"],
+            checkpoint_url=self.url,
+            keep=2,
+            job="test",
+            wall_time_s=time.time(),
+        )
+        to_proto(AssignmentSigner(KEY, "test").sign_keeper(time.time()), start.assignment)
+        return start
+
+    def order(self, version: int, donor: Peer) -> process_pb2.ToKeeper:
+        job = load_job(self.directory / JOB_FILE).to_json()
+        order = process_pb2.SaveCheckpoint(version=version, tokens=version, job_json=job)
+        for block in block_names():
+            to_proto(donor, order.donors.add(block=block).peers.add())
+        return process_pb2.ToKeeper(save=order)
 
     def saved(self, version: int = 4) -> dict[str, dict[str, bytes]]:
         return {
@@ -135,7 +172,7 @@ async def test_good_donor_one_block_after_the_other(desk: Desk) -> None:
     assert desk.saved() == _right()
     assert written.path == f"{desk.url}/00000004"
     assert written.byte_count == load_manifest(desk.url, 4).byte_count
-    assert load_manifest(desk.url, 4).facts == {"tokens": 100, "job": "test", "job_digest": "digest"}
+    assert load_manifest(desk.url, 4).facts == {"tokens": 100, "job_digest": "digest", **OWNER.facts}
     assert desk.donors[0][1].library.served_blocks == [(4, b) for b in block_names()]
 
 
@@ -241,14 +278,70 @@ async def test_retention_forgets_the_oldest(desk: Desk) -> None:
 
 
 async def test_order_that_lacks_a_block_is_refused(desk: Desk) -> None:
-    order = SaveOrder(4, 0, (BlockSource("embed", (), ""),), "test", "digest")
+    order = SaveOrder(4, 0, (BlockSource("embed", (), ""),), OWNER, "digest")
     with pytest.raises(SaveFailed, match=r"missing: head"):
         await save(
             order,
             puller=desk.puller,
             library=desk.library,
             profile=load_profile(desk.directory),
+            directory=desk.directory,
             url=desk.url,
             keep=2,
         )
     assert versions(desk.url) == ()
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (Owner("other", "a" * 43), "of the job 'other'"),
+        (Owner("test", "b" * 43), "of another job that is called 'test' too"),
+    ],
+)
+async def test_the_checkpoints_of_another_job_are_left_alone(desk: Desk, other: Owner, says: str) -> None:
+    peer = await desk.donor()
+    await desk.save(peer, version=2, owner=other)
+    before = _right(2)
+    for version in (2, 4):
+        with pytest.raises(SaveFailed, match=says) as failed:
+            await desk.save(peer, version=version)
+        assert failed.value.exit_code == 2
+    assert versions(desk.url) == (2,)
+    assert load_manifest(desk.url, 2).facts["authority"] == other.authority
+    assert desk.saved(2) == before
+    assert desk.donors[0][1].library.served_blocks == [(2, b) for b in block_names()], (
+        "nobody was asked in vain"
+    )
+
+
+async def test_a_save_that_runs_is_finished_and_the_newest_order_follows(desk: Desk) -> None:
+    """Orders come faster than one can be carried out."""
+    donor = await desk.donor()
+    held = threading.Event()
+
+    def hold(block: ServedBlock) -> ServedBlock:
+        assert held.wait(20)
+        return block
+
+    desk.donors[0][1].library.spoil = hold
+    said = io.BytesIO()
+    keeper = Keeper(desk.start(), said)
+    await keeper.open()
+    try:
+        for version in (1, 2, 3):
+            keeper.handle(desk.order(version, donor))
+        library = desk.donors[0][1].library
+        await until(lambda: library.served_blocks, "the first order is under way")
+        keeper.handle(desk.order(4, donor))
+        held.set()
+        await until(lambda: versions(desk.url) == (3, 4), "both are saved")
+    finally:
+        held.set()
+        await keeper.close()
+    said.seek(0)
+    messages = list(iter(lambda: pipes.read_blocking(said, process_pb2.FromKeeper), None))
+    found = [(m.WhichOneof("body"), getattr(m, m.WhichOneof("body"))) for m in messages[1:]]
+    assert [(kind, body.version) for kind, body in found if kind == "saved"] == [("saved", 3), ("saved", 4)]
+    assert [body.version for kind, body in found if kind == "failed"] == [1, 2]
+    assert found[0][1].reason == "version 2 is to be saved instead"

@@ -20,12 +20,14 @@ from starlings_coordinator import store as store_module
 from starlings_coordinator.options import CoordinatorOptions
 from starlings_coordinator.run import run_coordinator
 from starlings_coordinator.store import StoreFull
-from starlings_job.errors import NotPrepared
+from starlings_job.checkpoint import CheckpointWriter, versions
+from starlings_job.checkpoint_owner import Owner
+from starlings_job.errors import JobError, NotPrepared
 from starlings_protos.errors import PortBusy, UsageError
 from starlings_protos.locks import DirectoryInUse, DirectoryLock
 from starlings_protos.messages import StepCommitted, Welcome
 from support.coordinator_harness import ScriptedWorker, childless, coordinator
-from support.prepared_job import write_prepared_job
+from support.prepared_job import block_state, write_prepared_job
 
 _RUN = """
 import sys
@@ -177,6 +179,20 @@ async def test_log_of_another_version_of_the_job_is_refused_and_a_longer_one_goe
     changed.write_text(text.replace("tokens = 192", "tokens = 1920"))
     async with childless(directory, job_file=changed) as running:
         assert running.listening["job"] == "test"
+
+
+async def test_a_place_with_another_jobs_checkpoints_is_refused(tmp_path: Path) -> None:
+    directory, shared = write_prepared_job(tmp_path / "job"), tmp_path / "shared"
+    with CheckpointWriter(shared, 7) as writer:
+        writer.add_block("embed", block_state("embed", 7))
+        writer.finish({**Owner("other", "a" * 43).facts})
+    job_file = directory / "job.toml"
+    job_file.write_text(job_file.read_text().replace("keep = 2", f'keep = 2\nto = "{shared}"'))
+    with pytest.raises(JobError, match=r"of the job 'other': .* `\[checkpoint\] to`") as refused:
+        async with childless(directory):
+            pass
+    assert refused.value.exit_code == 2
+    assert versions(shared) == (7,)
 
 
 async def test_full_disk_ends_with_its_code_and_loses_nothing(

@@ -7,6 +7,7 @@ import logging
 import sys
 
 from starlings_coordinator.keeper.process import serve
+from starlings_job.errors import JobError
 from starlings_protos.errors import StarlingsError
 from starlings_protos.pipes import claim_stdio
 
@@ -16,7 +17,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         return asyncio.run(serve(incoming, outgoing))
-    except StarlingsError as error:
+    except (StarlingsError, JobError) as error:
         logging.getLogger(__name__).error("%s", error)
         return error.exit_code
 

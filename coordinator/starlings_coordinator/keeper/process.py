@@ -15,6 +15,7 @@ from starlings_coordinator.keeper.library import StateLibrary
 from starlings_coordinator.keeper.pull import Puller
 from starlings_coordinator.keeper.saving import BlockSource, SaveFailed, SaveOrder, save
 from starlings_coordinator.keeper.service import Admission, KeeperService
+from starlings_job.checkpoint_owner import Owner
 from starlings_job.prepared import load_profile, weights_url
 from starlings_job.spec import JobSpec
 from starlings_protos import data_pb2_grpc, pipes, process_pb2
@@ -22,7 +23,7 @@ from starlings_protos.assignments import CoordinatorClock
 from starlings_protos.channels import DATA, bind, make_server, server_credentials
 from starlings_protos.convert import from_proto
 from starlings_protos.errors import PortBusy
-from starlings_protos.identity import Identity
+from starlings_protos.identity import Identity, read_certificate, spki_pin
 from starlings_protos.messages import Peer, SignedAssignment
 from starlings_protos.peers import DATA_POLICY, RoleGuard
 
@@ -39,10 +40,12 @@ class Keeper:
         self._outgoing = outgoing
         self._identity = Identity.from_pem(start.key_pem, start.certificate_pem, start.ca_pem)
         self._assignment = from_proto(start.assignment, SignedAssignment)
-        directory = Path(start.job_directory)
+        directory = self._directory = Path(start.job_directory)
+        self._owner = Owner(start.job, spki_pin(read_certificate(start.ca_pem)))
         self._profile = load_profile(directory)
         self._library = StateLibrary(Path(weights_url(directory)), start.checkpoint_url)
         self._saving: asyncio.Task[None] | None = None
+        self._next: process_pb2.SaveCheckpoint | None = None
         self._server = make_server(DATA, [RoleGuard(DATA_POLICY)])
         admission = Admission(start.job, start.assignment_key_der)
         # On the same machine, so that both monotonic clocks are one; learnt a moment late, as by a worker.
@@ -57,7 +60,9 @@ class Keeper:
 
         Raises:
             StarlingsError: the address cannot be used.
+            JobError: the checkpoints are another job's.
         """
+        await asyncio.to_thread(self._owner.refuse_others, self._start.checkpoint_url, self._directory)
         credentials = server_credentials(lambda: self._identity)
         host = self._start.listen_host
         try:
@@ -97,31 +102,35 @@ class Keeper:
         await self._server.stop(LEAVING_S)
 
     def _begin_save(self, message: process_pb2.SaveCheckpoint) -> None:
-        """A newer order ends an older one: its donors may have forgotten the older version by now."""
-        previous = self._saving
+        """One at a time. A save that runs is finished first: were it ended by every newer order, a slow storage would
+        never get a whole version. Of the orders that come meanwhile the newest follows.
+        """
+        if self._next is not None:
+            self._say_failed(self._next.version, f"version {message.version} is to be saved instead", 1)
+        self._next = message
+        if self._saving is None or self._saving.done():
+            self._saving = asyncio.create_task(self._save_in_turn())
 
-        async def run() -> None:
-            if previous is not None and not previous.done():
-                previous.cancel()
-                await asyncio.gather(previous, return_exceptions=True)
+    async def _save_in_turn(self) -> None:
+        while (message := self._next) is not None:
+            self._next = None
             await self._save(message)
-
-        self._saving = asyncio.create_task(run())
 
     async def _save(self, message: process_pb2.SaveCheckpoint) -> None:
         logger.info("saving version %d", message.version)
         try:
             async with Puller(lambda: self._identity, lambda: self._assignment) as puller:
                 written = await save(
-                    _order(message, self._start.job),
+                    _order(message, self._owner),
                     puller=puller,
                     library=self._library,
                     profile=self._profile,
+                    directory=self._directory,
                     url=self._start.checkpoint_url,
                     keep=self._start.keep,
                 )
         except asyncio.CancelledError:
-            self._say_failed(message.version, "a newer version was to be saved, or the keeper left", 1)
+            self._say_failed(message.version, "the keeper left", 1)
             raise
         except SaveFailed as error:
             logger.warning("version %d was not saved: %s", message.version, error)
@@ -146,7 +155,7 @@ class Keeper:
             self._outgoing.flush()
 
 
-def _order(message: process_pb2.SaveCheckpoint, job: str) -> SaveOrder:
+def _order(message: process_pb2.SaveCheckpoint, owner: Owner) -> SaveOrder:
     def donors(peers: Sequence[object]) -> tuple[Peer, ...]:
         return tuple(from_proto(peer, Peer) for peer in peers)  # type: ignore[arg-type]
 
@@ -154,7 +163,7 @@ def _order(message: process_pb2.SaveCheckpoint, job: str) -> SaveOrder:
         message.version,
         message.tokens,
         tuple(BlockSource(d.block, donors(d.peers), d.digest) for d in message.donors),
-        job,
+        owner,
         JobSpec.from_json(message.job_json).digest(),
     )
 

@@ -7,11 +7,13 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from starlings_coordinator.keeper.library import NotHeld, StateLibrary
 from starlings_coordinator.keeper.pull import Puller, PullError
 from starlings_job.checkpoint import CheckpointWriter
+from starlings_job.checkpoint_owner import Owner
 from starlings_job.errors import JobError
 from starlings_job.profile import Profile
 from starlings_protos.messages import Peer
@@ -35,7 +37,7 @@ class SaveOrder:
     version: int
     tokens: int
     blocks: tuple[BlockSource, ...]
-    job: str
+    owner: Owner
     job_digest: str
 
 
@@ -54,11 +56,20 @@ class SaveFailed(Exception):
 
 
 async def save(
-    order: SaveOrder, *, puller: Puller, library: StateLibrary, profile: Profile, url: str, keep: int
+    order: SaveOrder,
+    *,
+    puller: Puller,
+    library: StateLibrary,
+    profile: Profile,
+    directory: Path,
+    url: str,
+    keep: int,
 ) -> Written:
     """Raises SaveFailed."""
     _check_complete(order.blocks, profile)
     try:
+        # Also here: two jobs may have begun with an empty place.
+        await asyncio.to_thread(order.owner.refuse_others, url, directory)
         writer = await _in_thread(CheckpointWriter, url, order.version, keep=keep)
     except (JobError, OSError) as error:
         raise _failed(error) from error
@@ -76,7 +87,7 @@ async def save(
             await _in_thread(writer.add_block, source.block, tensors)
             # Before the next one is fetched: one block at a time.
             del tensors, reference
-        facts = {"tokens": order.tokens, "job": order.job, "job_digest": order.job_digest}
+        facts = {"tokens": order.tokens, **order.owner.facts, "job_digest": order.job_digest}
         library.changed()
         manifest = await _in_thread(writer.finish, facts)
     except PullError as error:
