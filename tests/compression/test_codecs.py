@@ -7,25 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from starlings_compression.codec import Codec, make_codec
+from codec_cases import FLOATS, normal, round_trip
+from starlings_compression.codec import make_codec
 from starlings_compression.tensors import CHUNK_ELEMENTS
 
 LOSSY = ("fp16", "int8:128", "int8:8", "int8:64")
 ALL = ("exact", *LOSSY)
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-LIMIT = 1 << 30
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def round_trip(codec: Codec, tensor: torch.Tensor) -> torch.Tensor:
-    decoded = codec.decode(codec.encode(tensor), limit_bytes=LIMIT)
-    assert decoded.shape == tensor.shape
-    assert decoded.dtype == tensor.dtype
-    assert bool(torch.isfinite(decoded).all())
-    return decoded
 
 
 def block_peaks(tensor: torch.Tensor, block: int) -> torch.Tensor:
@@ -93,12 +80,12 @@ def test_decoding_twice_encoded_values_changes_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("spec", ALL)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("count", [0, 1, 2, 7, 8, 9, 127, 128, 129, 1023, 1025])
-def test_small_and_ragged_sizes(spec: str, dtype: torch.dtype, count: int) -> None:
-    tensor = normal(count, seed=count, dtype=dtype)
-    decoded = round_trip(make_codec(spec), tensor)
-    assert bool(torch.allclose(decoded.double(), tensor.double(), atol=0.03))
+def test_small_and_ragged_sizes(spec: str) -> None:
+    for dtype in FLOATS:
+        for count in (0, 1, 2, 7, 8, 9, 127, 128, 129, 1023, 1025):
+            tensor = normal(count, seed=count, dtype=dtype)
+            decoded = round_trip(make_codec(spec), tensor)
+            assert bool(torch.allclose(decoded.double(), tensor.double(), atol=0.03))
 
 
 @pytest.mark.parametrize("spec", ALL)
@@ -168,7 +155,7 @@ def test_bytes_are_pinned() -> None:
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=300),
     st.sampled_from(ALL),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_finite_values_round_trip(values: list[float], spec: str) -> None:
     tensor = torch.tensor(values, dtype=torch.float32)
     codec = make_codec(spec)

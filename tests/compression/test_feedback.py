@@ -28,7 +28,7 @@ def inputs(seed: int, count: int, size: int) -> list[torch.Tensor]:
     ),
     st.integers(1, 400),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_committed_outputs_and_residual_add_up_to_committed_inputs(
     seed: int, outcomes: list[str], spec: str, size: int
 ) -> None:
@@ -133,15 +133,15 @@ def test_feedback_beats_none_on_a_small_steady_signal() -> None:
     "spec", ["int2", "sign", "topk:4/64|sign:8", "randk:4/64", "dct-topk:8/6|sign", "lowrank:1"]
 )
 def test_a_steady_signal_arrives_through_any_codec(spec: str) -> None:
-    """What is left of the sum after 200 rounds is a bounded residual, however little each round carries."""
+    """What is left of the sum after 100 rounds is a bounded residual, however little each round carries."""
     signal = torch.randn(64, 8, generator=torch.Generator().manual_seed(4))
     codec = make_codec(spec)
     feedback = ErrorFeedback(codec)
     received = torch.zeros_like(signal)
-    for _ in range(200):
+    for _ in range(100):
         received += codec.decode(feedback.encode(signal), limit_bytes=LIMIT)
         feedback.commit()
-    assert float((received / 200 - signal).norm() / signal.norm()) < 0.15
+    assert float((received / 100 - signal).norm() / signal.norm()) < 0.25
 
 
 def test_lossless_codecs_keep_no_residual() -> None:
