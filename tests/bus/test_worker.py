@@ -243,3 +243,27 @@ async def test_a_hint_ends_a_long_pause_and_many_hints_only_one(
         # What is said to everybody all the time moves nobody.
         await asyncio.sleep(0.5)
         assert len(bench.control.hellos) == 2
+
+
+async def test_a_broker_that_dies_and_comes_back_is_no_business_of_the_control_stream(bench: Bench):
+    with bench.subscriber() as watcher:
+        bench.start()
+        await bench.seen_by(watcher, ONLINE)
+        (session,) = {s.session for s in bench.statuses(watcher)}
+    bench.broker.stop(kill=True)
+    await bench.until(
+        lambda: [e.kind for e in bench.events].count("bus") == 2, "the news that the bus is away"
+    )
+    beats = len(bench.control.heartbeats)
+    await bench.until(lambda: len(bench.control.heartbeats) > beats + 10, "heartbeats without a bus")
+    bench.broker.start()
+    with bench.subscriber() as watcher:
+        await bench.until(
+            lambda: (known := bench.known(watcher)) is not None and known.status.session != session,
+            "its return",
+        )
+        await bench.seen_by(watcher, ONLINE)
+    assert len(bench.control.hellos) == 1
+    told = [e.text for e in bench.events if e.kind == "bus"]
+    assert "connected" in told[0]
+    assert "away" in told[1]
