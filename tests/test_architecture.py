@@ -45,6 +45,7 @@ PURE = (
     "protos/starlings_protos/bus/topics.py",
     "job/starlings_job/schedule.py",
     "job/starlings_job/sampling.py",
+    "job/starlings_job/codecs.py",
     "job/starlings_job/memory.py",
     "job/starlings_job/profile.py",
     "compression/starlings_compression/spec.py",

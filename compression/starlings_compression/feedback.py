@@ -21,14 +21,20 @@ class ErrorFeedback:
     Residuals are float32 and stay on the tensor's device: 4 bytes per value, 8 between `encode` and `commit`.
     """
 
-    def __init__(self, codec: Codec, decay: float = 1.0, *, seed: int = 0) -> None:
-        """`seed`: what random choices of the codec follow from."""
+    def __init__(
+        self, codec: Codec, decay: float = 1.0, *, seed: int = 0, residual: torch.Tensor | None = None
+    ) -> None:
+        """
+        Args:
+            seed: what random choices of the codec follow from.
+            residual: what others, now replaced, have dropped so far (float32, of the tensors' shape).
+        """
         if not 0.0 <= decay <= 1.0:
             raise ValueError("decay must lie between 0 and 1")
         self.codec = codec
         self.decay = decay
         self._state = CodecState(seed)
-        self._committed: torch.Tensor | None = None
+        self._committed = residual
         self._pending: torch.Tensor | None = None
 
     @property

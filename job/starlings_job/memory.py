@@ -3,7 +3,7 @@
 The terms are those of the design's section 5. Bytes per trained parameter:
 
     4 weights + 4 gradients + optimizer (AdamW 8, SGD with momentum 4, SGD 0)
-    + 4 optimizer temporaries + 4 error feedback (int8 exchange) + 2 autocast copy + 4 per extra version
+    + 4 optimizer temporaries + 8 error feedback (lossy exchange) + 2 autocast copy + 4 per extra version
 
 and per frozen parameter 4 (+ 2). Per microbatch in flight: the stage's input and its activations; with
 `recompute` the input alone, and one stage's activations once. The last stage adds the logits, their softmax
@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from starlings_job.codecs import keeps_residual
 from starlings_job.profile import Profile
 
 HEADROOM = 0.10
@@ -62,12 +63,12 @@ def bytes_per_parameter(
     """Bytes that a trained parameter takes, weights included.
 
     Args:
-        exchange_codec: lossy integer codecs keep error feedback.
+        exchange_codec: lossy ones keep what they dropped, twice until a step has committed.
         autocast: forward and backward in bfloat16 beside float32 master weights.
         extra_versions: further copies of the weights, such as a snapshot that is being served.
     """
     optimizer = 8 if train.optimizer == "adamw" else 4 if train.momentum else 0
-    feedback = 0 if exchange_codec in ("exact", "fp16") else 4
+    feedback = 8 if keeps_residual(exchange_codec) else 0
     return 4 + 4 + optimizer + 4 + feedback + (2 if autocast else 0) + 4 * extra_versions
 
 

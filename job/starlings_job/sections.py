@@ -5,9 +5,19 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from starlings_compression.policy import Role
 from starlings_compression.spec import parse_spec
+from starlings_job.codecs import check_codec
 from starlings_job.presets import PRESETS
 from starlings_job.units import parse_bytes, parse_count
 from starlings_protos.bus.address import parse_bus_url
@@ -18,6 +28,7 @@ Count = Annotated[int, BeforeValidator(parse_count)]
 # Strict: true is no number, and neither is "3".
 Whole = Annotated[int, Field(strict=True)]
 Real = Annotated[float, Field(strict=True)]
+Switch = Annotated[bool, Field(strict=True)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 
@@ -169,17 +180,31 @@ class TrainSection(Section):
 
 
 class PipelineSection(Section):
+    # Use the codec also where it is known to hurt. Stands before it, because its check looks here.
+    force: Switch = False
     # How activations and their gradients travel between stages.
     codec: Codec = "int8:128"
+
+    @field_validator("codec")
+    @classmethod
+    def _suits(cls, value: str, info: ValidationInfo) -> str:
+        return check_codec(value, Role.BOUNDARY, force=info.data.get("force", False))
 
 
 class ExchangeSection(Section):
     preset: Literal["allreduce"] = "allreduce"
-    # How gradients travel between replicas; int8 comes with error feedback.
+    # Use the codec also where it is known to hurt.
+    force: Switch = False
+    # How gradients travel between replicas; what a codec drops comes with the next step (error feedback).
     codec: Codec = "exact"
     # Steps between exchanges.
     every: Whole = 1
     robust: Literal["none"] = "none"
+
+    @field_validator("codec")
+    @classmethod
+    def _suits(cls, value: str, info: ValidationInfo) -> str:
+        return check_codec(value, Role.GRADIENT, force=info.data.get("force", False))
 
     @field_validator("preset", mode="before")
     @classmethod

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
+from starlings_job.codecs import stages_most
 from starlings_job.description import ModelDescription
 from starlings_job.errors import JobFileError
 from starlings_job.presets import PRESETS, SHAPES
@@ -111,6 +112,11 @@ class JobSpec(Section):
     @property
     def microbatches_per_step(self) -> int:
         return self.train.batch // self.train.microbatch
+
+    @property
+    def stages_most(self) -> int:
+        """Into how many stages the pipeline's codec lets the model be cut; 0: as many as it has blocks."""
+        return stages_most(self.pipeline.codec, force=self.pipeline.force)
 
     # ---------------------------------------------------------------- what preparation added
 

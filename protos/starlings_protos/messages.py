@@ -473,6 +473,7 @@ class PlanRequest:
     stages: tuple[Stage, ...] = ()
     # The shell fills it in: the pure core leaves it empty.
     profile_json: bytes = b""
+    stages_most: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -641,6 +641,7 @@ class PlanRequest(_message.Message):
     MICROBATCHES_PER_STEP_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     BYTES_PER_PARAMETER_FIELD_NUMBER: _builtins.int
+    STAGES_MOST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Comes back in the reply."""
     profile_json: _builtins.bytes
@@ -652,6 +653,8 @@ class PlanRequest(_message.Message):
     microbatches_per_step: _builtins.int
     bytes_per_parameter: _builtins.float
     """Extra bytes per parameter that the optimizer and the codec keep (see design: memory is a hard limit)."""
+    stages_most: _builtins.int
+    """The most stages that the pipeline's codec bears; 0: as many as there are blocks."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanWorker]:
         """Sorted by worker id."""
@@ -671,10 +674,11 @@ class PlanRequest(_message.Message):
         microbatches_per_step: _builtins.int = ...,
         stages: _abc.Iterable[_common_pb2.Stage] | None = ...,
         bytes_per_parameter: _builtins.float = ...,
+        stages_most: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_parameter", b"bytes_per_parameter", "microbatch", b"microbatch", "microbatches_per_step", b"microbatches_per_step", "profile_json", b"profile_json", "request_id", b"request_id", "seed", b"seed", "stages", b"stages", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_parameter", b"bytes_per_parameter", "microbatch", b"microbatch", "microbatches_per_step", b"microbatches_per_step", "profile_json", b"profile_json", "request_id", b"request_id", "seed", b"seed", "stages", b"stages", "stages_most", b"stages_most", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ import itertools
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -46,6 +47,22 @@ WHOLE = need(0, 7)
 
 def option(first: int, seconds: list[float]) -> Option:
     return Option(Span(first, first + len(seconds) - 1), tuple(seconds), Holding(4, False, 0))
+
+
+def test_a_coarse_pipeline_codec_bounds_the_number_of_stages() -> None:
+    """With a bound there are fewer stages; where that leaves too little room the job waits, and says so."""
+    small = [worker(f"w{i}", 1.0, need(6, 7)) for i in range(8)]
+    free = make_plan(request(*small), PROFILE)
+    assert len(free.stages) > 5
+    bound = replace(request(*small), stages_most=5)
+    assert 1 <= len(make_plan(bound, PROFILE).stages) <= 5
+    tiny = [worker(f"w{i}", 1.0, need(7, 7)) for i in range(8)]
+    reply = make_plan(replace(request(*tiny), stages_most=2), PROFILE)
+    assert not reply.stages
+    assert "[pipeline] codec bears 2 stages at most" in reply.impossible
+    # A cut that was trained with stays.
+    cut = make_plan(request(*small), PROFILE).stages
+    assert make_plan(replace(request(*small, stages=cut), stages_most=5), PROFILE).stages == cut
 
 
 def test_one_roomy_worker_holds_the_whole_model_in_one_stage() -> None:

@@ -10,10 +10,14 @@ from swarms import LiveSwarm, job_text, prepared_job, starlings
 
 
 @pytest.mark.slow
-def test_a_fourth_worker_joins_three_that_train(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codecs", [("int8:128", "int8:128"), ("fp8", "topk:64/4096|int2")])
+def test_a_fourth_worker_joins_three_that_train(tmp_path: Path, codecs: tuple[str, str]) -> None:
+    """Also with a sparse codec, of which each aggregate comes back as a union that grows with the group."""
+    pipeline, exchange = codecs
     sections = {
         "swarm": {"min_workers": 3, "settle_s": 0.5},
-        "exchange": {"codec": "int8:128"},
+        "pipeline": {"codec": pipeline},
+        "exchange": {"codec": exchange},
         "train": {"batch": 16, "microbatch": 2},
     }
     job = prepared_job(tmp_path, job_text(10**8, **sections))

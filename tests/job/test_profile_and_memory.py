@@ -97,7 +97,10 @@ def test_profiles_survive_json(micro: Profile) -> None:
 def test_bytes_per_parameter_by_the_terms() -> None:
     adamw, sgd = TrainSection(), TrainSection(optimizer="sgd")
     assert bytes_per_parameter(adamw) == 4 + 4 + 8 + 4
-    assert bytes_per_parameter(adamw, "int8:128", autocast=True) == 4 + 4 + 8 + 4 + 4 + 2
+    assert bytes_per_parameter(adamw, "int8:128", autocast=True) == 4 + 4 + 8 + 4 + 8 + 2
+    # fp16 drops something too, and Zstandard nothing.
+    assert bytes_per_parameter(adamw, "fp16") == bytes_per_parameter(adamw, "topk:64/4096|int2") == 28
+    assert bytes_per_parameter(adamw, "exact|zstd:3") == 20
     assert bytes_per_parameter(sgd) == 12
     assert bytes_per_parameter(replace_momentum(sgd)) == 16
     assert bytes_per_parameter(adamw, extra_versions=2) == 28

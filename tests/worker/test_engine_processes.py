@@ -154,6 +154,7 @@ async def test_late_joiners_get_the_donors_state_bit_for_bit(swarm: ScriptedSwar
         ("sgd", {"optimizer": "sgd", "momentum": 0.9, "lr": 0.1}, True, 1e-5),
         ("tied", {"model": "config = 'gpt2.json'"}, False, 1e-5),
         ("int8", {"pipeline": "int8:128", "exchange": "int8:128"}, False, 2e-2),
+        ("sparse", {"pipeline": "fp8", "exchange": "topk:64/4096|int2"}, False, 5e-2),
     ],
 )
 async def test_other_jobs_in_new_lives(

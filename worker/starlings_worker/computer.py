@@ -12,13 +12,13 @@ from typing import assert_never
 
 import torch
 
-from starlings_compression.codec import make_codec
 from starlings_job.errors import JobError
 from starlings_job.model import Batch, build_stage, decode_prompt, decode_records, loss_sum
 from starlings_job.spec import JobSpec
 from starlings_protos.messages import LeaseKind, MicrobatchKey, WorkerId
 from starlings_protos.state_transfer import ServedBlock
 from starlings_worker import wire
+from starlings_worker.boundary import BoundaryCodecs
 from starlings_worker.core.effects import (
     AdoptState,
     ApplyStep,
@@ -38,6 +38,7 @@ from starlings_worker.core.events import (
     AggregateAssembled,
     BackwardComputed,
     ComputeFailed,
+    Direction,
     Event,
     ExchangePrepared,
     ExchangeRefused,
@@ -101,7 +102,7 @@ class Computer:
         self.device = device
         self._throttle = throttle
         self._meters = meters
-        self.pipeline_codec = make_codec(job.pipeline.codec)
+        self.boundary_codecs = BoundaryCodecs(job.pipeline.codec)
         self.microbatches = Microbatches()
         self.snapshots = Snapshots()
         self.history = History()
@@ -214,7 +215,7 @@ class Computer:
         seconds = time.monotonic() - begin
         self._meters.spent("compute", seconds)
         if run.output is not None:
-            kept.hidden = self._encode(run.output, "hidden")
+            kept.hidden = self._encode(run.output, Direction.FORWARD)
             if run.inputs or effect.key.kind is not LeaseKind.TRAIN:
                 run.output = None
         if effect.key.kind is LeaseKind.TRAIN:
@@ -259,7 +260,7 @@ class Computer:
         seconds = time.monotonic() - begin
         self._meters.spent("compute", seconds)
         if gradient is not None:
-            kept.entry_gradient = self._encode(gradient, "gradient")
+            kept.entry_gradient = self._encode(gradient, Direction.BACKWARD)
         kept.run = kept.output_gradient = None
         return BackwardComputed(effect.key, seconds)
 
@@ -275,10 +276,13 @@ class Computer:
             raise EngineFault("the microbatch's records are not here")
         return kept.records
 
-    def _encode(self, tensor: torch.Tensor, name: str) -> Encoded:
+    def _encode(self, tensor: torch.Tensor, direction: Direction) -> Encoded:
         with self._meters.timing("serialise"):
             plain = tensor.detach().float()
-            return Encoded(tuple(plain.shape), wire.encode(self.pipeline_codec, plain, name))
+            shape = tuple(plain.shape)
+            codec = self.boundary_codecs.of(direction, shape)
+            name = "hidden" if direction is Direction.FORWARD else "gradient"
+            return Encoded(shape, codec.spec.text, wire.encode(codec, plain, name))
 
     # ---------------------------------------------------------------- exchange and step
 

@@ -281,14 +281,13 @@ class Life:
             count = len(kept.records)
             tensors.append(frames.tensor_header("records", data_pb2.DATA_TYPE_UINT8, (count,), count))
             buffers.append(kept.records)
-        codec = self.computer.pipeline_codec.spec.text
         tensors.append(
             frames.tensor_header(
                 "hidden" if forward else "gradient",
                 data_pb2.DATA_TYPE_FLOAT32,
                 encoded.shape,
                 len(encoded.data),
-                codec=codec,
+                codec=encoded.codec,
             )
         )
         buffers.append(encoded.data)

@@ -1,7 +1,8 @@
 """A group's vector in exchange: parts out, parts in, reduced, assembled. All of it on the compute thread.
 
 The core (`starlings_worker.core.exchange`) says when; here are the tensors. Every member decodes the same
-encoded aggregates, its own too, so replicas stay equal bit for bit.
+encoded aggregates, its own too, so replicas stay equal bit for bit. Contributions travel in the job's codec,
+aggregates in what `starlings_job.codecs.return_spec` makes of it for that many contributors.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from starlings_compression.codec import Codec, make_codec
 from starlings_compression.errors import CodecError
-from starlings_compression.feedback import ErrorFeedback
+from starlings_compression.spec import CodecSpec, parse_spec
+from starlings_job.codecs import may_return, return_spec
 from starlings_protos.messages import ExchangeGroup, ExchangeHeader, ExchangePurpose, WorkerId
 from starlings_worker import wire
 from starlings_worker.core.events import Leg
@@ -22,6 +24,7 @@ from starlings_worker.digest import bits_digest, is_finite, squared_norm
 from starlings_worker.flat import FlatVector
 from starlings_worker.history import Part
 from starlings_worker.parts import cut
+from starlings_worker.residuals import Residuals
 from starlings_worker.wire import Buffer
 
 # (step, attempt) -> whether that is over.
@@ -46,6 +49,8 @@ class _Open:
     own: int
     vector: Tensor
     bounds: tuple[tuple[int, int], ...]
+    # In which contributions and aggregates travel.
+    codecs: dict[Leg, Codec]
     # This worker's encoded parts by part number, and its encoded aggregate of its own part.
     contributions: dict[int, Buffer] = field(default_factory=dict)
     aggregate: Buffer | None = None
@@ -62,9 +67,9 @@ class ExchangeBuffers:
         self._vectors = vectors
         self._open: dict[tuple[int, int, str], _Open] = {}
         self._arrived: dict[_ArrivedKey, Buffer] = {}
-        # Error feedback by (group, leg, part); the bounds it was made for, because the cut moves with the
-        # members.
-        self._feedback: dict[tuple[str, Leg, int], tuple[tuple[int, int], ErrorFeedback]] = {}
+        # Codecs of aggregates, made once each.
+        self._codecs = {c.spec: c for c in (self._codec, self._exact)}
+        self._residuals: dict[tuple[str, Leg], Residuals] = {}
 
     # ---------------------------------------------------------------- parts in and out
 
@@ -84,12 +89,27 @@ class ExchangeBuffers:
         if data is None:
             return None
         begin, end = opened.bounds[header.part]
-        return self._codec_of(opened).spec.text, end - begin, data
+        return opened.codecs[leg].spec.text, end - begin, data
+
+    def takes(self, leg: Leg, codec: str) -> bool:
+        """Whether a part of that leg may be announced in `codec`, as far as can be told before a round is open."""
+        if codec == self._exact.spec.text:
+            return True
+        spec = self._codec.spec
+        return codec == spec.text if leg is Leg.CONTRIBUTION else may_return(codec, spec)
 
     @property
     def codec_text(self) -> str:
-        """In which gradients travel."""
+        """In which gradients travel to the owners of parts."""
         return self._codec.spec.text
+
+    def owed(self) -> list[tuple[str, tuple[int, int], Tensor]]:
+        """What lossy codecs have dropped here so far and will send later: (group, elements [begin, end), values)."""
+        return [
+            (group, bounds, residual)
+            for (group, _), residuals in sorted(self._residuals.items(), key=lambda item: item[0][0])
+            for bounds, residual in residuals.owed()
+        ]
 
     @property
     def largest_vector(self) -> int:
@@ -103,8 +123,19 @@ class ExchangeBuffers:
         vector = self._vectors.get(group)
         return vector.size * (1 + len(vector.state)) if vector is not None else 0
 
-    def _codec_of(self, opened: _Open) -> Codec:
-        return self._exact if opened.purpose is ExchangePurpose.STATE else self._codec
+    def _codecs_of(self, group: ExchangeGroup, purpose: ExchangePurpose) -> dict[Leg, Codec]:
+        if purpose is ExchangePurpose.STATE:
+            return dict.fromkeys(Leg, self._exact)
+        contributors = sum(member.weight > 0.0 for member in group.members)
+        back = self._made(return_spec(self._codec.spec, contributors))
+        # Replicas of other machines decode the same bytes, and must get the same bits.
+        assert back.exact_decode, f"aggregates cannot travel in {back.spec}"
+        return {Leg.CONTRIBUTION: self._codec, Leg.AGGREGATE: back}
+
+    def _made(self, spec: CodecSpec) -> Codec:
+        if spec not in self._codecs:
+            self._codecs[spec] = make_codec(spec)
+        return self._codecs[spec]
 
     # ---------------------------------------------------------------- the round, on the compute thread
 
@@ -124,15 +155,16 @@ class ExchangeBuffers:
             bounds = cut(vector.numel(), [member.share for member in group.members])
         except ValueError as error:
             raise RefusedPart(self._worker_id, f"group {group.group}: {error}") from None
-        opened = _Open(group, purpose, own, vector, bounds)
+        opened = _Open(group, purpose, own, vector, bounds, self._codecs_of(group, purpose))
         self._open[step, attempt, group.group] = opened
-        if len(group.members) == 1 or group.members[own].weight <= 0.0:
+        if len(group.members) == 1:
+            return
+        self._cut_residuals(opened)
+        if group.members[own].weight <= 0.0:
             return
         for part, (begin, end) in enumerate(bounds):
             if group.members[part].share > 0.0:
-                opened.contributions[part] = self._encode(
-                    opened, Leg.CONTRIBUTION, part, vector[begin:end], (begin, end)
-                )
+                opened.contributions[part] = self._encode(opened, Leg.CONTRIBUTION, part, vector[begin:end])
 
     def reduce(self, step: int, attempt: int, group: str) -> None:
         """The weighted sum of all members' decoded contributions to the own part, in the members' order,
@@ -144,7 +176,7 @@ class ExchangeBuffers:
         opened = self._opened(step, attempt, group)
         begin, end = opened.bounds[opened.own]
         total = torch.zeros(end - begin, dtype=torch.float32, device=opened.vector.device)
-        codec = self._codec_of(opened)
+        codec = opened.codecs[Leg.CONTRIBUTION]
         for position, member in enumerate(opened.group.members):
             if member.weight <= 0.0:
                 continue
@@ -156,7 +188,7 @@ class ExchangeBuffers:
                 )
             part = self._decode(codec, data, end - begin, total.device, member.worker_id, "contribution")
             total.add_(part if member.weight == 1.0 else part.mul_(member.weight))
-        opened.aggregate = self._encode(opened, Leg.AGGREGATE, opened.own, total, (begin, end))
+        opened.aggregate = self._encode(opened, Leg.AGGREGATE, opened.own, total)
 
     def assemble(self, step: int, attempt: int, group: str) -> tuple[int, float]:
         """Every part's aggregate, decoded into the vector. Returns (digest, squared norm) of the whole.
@@ -166,7 +198,7 @@ class ExchangeBuffers:
         """
         opened = self._opened(step, attempt, group)
         if len(opened.group.members) > 1:
-            codec = self._codec_of(opened)
+            codec = opened.codecs[Leg.AGGREGATE]
             for part, (begin, end) in enumerate(opened.bounds):
                 if begin == end:
                     continue
@@ -199,7 +231,7 @@ class ExchangeBuffers:
                 data = wire.encode(self._exact, opened.vector, group)
                 found[group] = [Part(0, opened.vector.numel(), self._exact.spec.text, data)]
                 continue
-            codec = self._codec_of(opened).spec.text
+            codec = opened.codecs[Leg.AGGREGATE].spec.text
             parts = []
             for part, (begin, end) in enumerate(opened.bounds):
                 if begin == end:
@@ -241,11 +273,11 @@ class ExchangeBuffers:
                 raise RefusedPart(
                     WorkerId(""), f"the update of group {group} has a gap at element {position}"
                 )
-            codec = {c.spec.text: c for c in (self._codec, self._exact)}.get(part.codec)
-            if codec is None:
+            if not self.takes(Leg.AGGREGATE, part.codec):
                 raise RefusedPart(
                     WorkerId(""), f"the update of group {group} is encoded as {part.codec[:40]}"
                 )
+            codec = self._made(parse_spec(part.codec))
             try:
                 wire.decode_into(codec, part.data, gradient[part.begin : part.end])
             except CodecError as error:
@@ -267,15 +299,15 @@ class ExchangeBuffers:
             return key_step < step or (key_step == step and key_attempt < attempt)
 
         self._drop(over)
-        for _, feedback in self._feedback.values():
-            feedback.rollback()
+        for residuals in self._residuals.values():
+            residuals.rollback()
 
     def commit(self, step: int) -> None:
         """The step was applied: codec state counts, and what belongs to the step or earlier ones is
         dropped.
         """
-        for _, feedback in self._feedback.values():
-            feedback.commit()
+        for residuals in self._residuals.values():
+            residuals.commit()
         self._drop(lambda key_step, _: key_step <= step)
 
     def adopt(self) -> None:
@@ -287,8 +319,8 @@ class ExchangeBuffers:
                 self._vectors[opened.group.group].adopt(opened.vector)
         self._open.clear()
         self._arrived.clear()
-        for _, feedback in self._feedback.values():
-            feedback.reset()
+        for residuals in self._residuals.values():
+            residuals.reset()
 
     def _drop(self, over: _Over) -> None:
         for key in [k for k in self._open if over(k[0], k[1])]:
@@ -304,22 +336,30 @@ class ExchangeBuffers:
             raise RefusedPart(self._worker_id, f"the exchange of {group} is not open here")
         return opened
 
-    def _encode(self, opened: _Open, leg: Leg, part: int, tensor: Tensor, bounds: tuple[int, int]) -> Buffer:
-        codec = self._codec_of(opened)
-        name = f"part {part} of {opened.group.group}"
+    def _cut_residuals(self, opened: _Open) -> None:
+        """Error feedback follows the cut of this round: contributions to every part, the aggregate of the own one."""
+        members, bounds, own = opened.group.members, opened.bounds, opened.own
+        parts = {part: bounds[part] for part, member in enumerate(members) if member.share > 0.0}
+        for leg, wanted in (
+            (Leg.CONTRIBUTION, parts),
+            (Leg.AGGREGATE, {p: b for p, b in parts.items() if p == own}),
+        ):
+            if opened.codecs[leg].lossless:
+                continue
+            key = (opened.group.group, leg)
+            if key not in self._residuals:
+                self._residuals[key] = Residuals(opened.group.group, opened.vector.device)
+            self._residuals[key].cut(opened.codecs[leg], wanted)
+
+    def _encode(self, opened: _Open, leg: Leg, part: int, tensor: Tensor) -> Buffer:
+        codec, group = opened.codecs[leg], opened.group.group
+        name = f"part {part} of {group}"
         try:
             if codec.lossless:
                 return wire.encode(codec, tensor, name)
-            return self._feedback_for(opened.group.group, leg, part, bounds).encode(tensor, name=name)
+            return self._residuals[group, leg].of(part).encode(tensor, name=name)
         except CodecError as error:
             raise RefusedPart(self._worker_id, str(error)) from None
-
-    def _feedback_for(self, group: str, leg: Leg, part: int, bounds: tuple[int, int]) -> ErrorFeedback:
-        known = self._feedback.get((group, leg, part))
-        if known is None or known[0] != bounds:
-            known = (bounds, ErrorFeedback(self._codec))
-            self._feedback[group, leg, part] = known
-        return known[1]
 
     def _decode(
         self, codec: Codec, data: Buffer | None, size: int, device: torch.device, sender: WorkerId, what: str

@@ -161,7 +161,7 @@ class DataService(data_pb2_grpc.DataServicer):
             )
             subject = frames.subject_of(header)
             assert isinstance(subject, ExchangeHeader)
-            _check_part(header, subject, life)
+            _check_part(leg, header, subject, life)
             answer = self._with_room(
                 sender, header, life, lambda: life.core.admit_part(leg, subject, sender, life.now_s)
             )
@@ -280,24 +280,24 @@ class _Body:
         self.tensor = tensor
 
 
-# Names of the tensors that each call carries. Boundary tensors travel in the pipeline's codec.
+# Names of the tensors that each call carries. Boundary tensors travel as `BoundaryCodecs` says.
 _CARRIED = {Direction.FORWARD: {"records", "hidden"}, Direction.BACKWARD: {"gradient"}}
 
 
 def _check_microbatch(direction: Direction, header: data_pb2.Header, life: Life) -> None:
     if {tensor.name for tensor in header.tensors} != _CARRIED[direction]:
         raise FrameError(f"a {direction.value} transfer must carry {sorted(_CARRIED[direction])}")
-    codec = life.computer.pipeline_codec.spec.text
     for tensor in header.tensors:
         if tensor.name == "records":
-            good = tensor.data_type == data_pb2.DATA_TYPE_UINT8 and tensor.codec == frames.RAW_CODEC
+            wanted, codec = data_pb2.DATA_TYPE_UINT8, frames.RAW_CODEC
         else:
-            good = tensor.data_type == data_pb2.DATA_TYPE_FLOAT32 and tensor.codec == codec
-        if not good:
+            wanted = data_pb2.DATA_TYPE_FLOAT32
+            codec = life.computer.boundary_codecs.of(direction, tuple(tensor.shape)).spec.text
+        if tensor.data_type != wanted or tensor.codec != codec:
             raise FrameError(f"tensor {tensor.name!r} has the wrong type, or another codec than {codec}")
 
 
-def _check_part(header: data_pb2.Header, subject: ExchangeHeader, life: Life) -> None:
+def _check_part(leg: Leg, header: data_pb2.Header, subject: ExchangeHeader, life: Life) -> None:
     exchange = life.computer.exchange
     if exchange is None:
         raise RefusedError(Refusal.NOT_HELD, "no span is loaded here yet")
@@ -307,8 +307,10 @@ def _check_part(header: data_pb2.Header, subject: ExchangeHeader, life: Life) ->
     (tensor,) = header.tensors
     if tensor.data_type != data_pb2.DATA_TYPE_FLOAT32 or len(tensor.shape) != 1:
         raise FrameError("a part must be a vector of float32")
-    if tensor.codec not in (exchange.codec_text, frames.RAW_CODEC):
-        raise FrameError(f"parts travel as {exchange.codec_text}, or exactly")
+    if not exchange.takes(leg, tensor.codec):
+        raise FrameError(
+            f"the job's codec is {exchange.codec_text}; no {leg.value} travels as {tensor.codec[:40]}"
+        )
     if prod(tensor.shape) > size:
         raise FrameError(
             f"a part of {prod(tensor.shape)} elements of group {subject.group[:80]}, which has {size} here",
@@ -324,9 +326,10 @@ def _decode_all(header: data_pb2.Header, buffers: list[memoryview], life: Life) 
     for tensor, data in zip(header.tensors, buffers, strict=True):
         decoded = None
         if tensor.name in ("hidden", "gradient"):
-            decoded = wire.decode(
-                life.computer.pipeline_codec, data, tuple(tensor.shape), life.computer.device.torch
-            )
+            shape = tuple(tensor.shape)
+            direction = Direction.FORWARD if tensor.name == "hidden" else Direction.BACKWARD
+            codec = life.computer.boundary_codecs.of(direction, shape)
+            decoded = wire.decode(codec, data, shape, life.computer.device.torch)
         bodies[tensor.name] = _Body(data, decoded)
     return bodies
 

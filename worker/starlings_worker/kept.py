@@ -13,9 +13,10 @@ from starlings_worker.wire import Buffer
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A tensor ready to be sent, or sent again: float32 of `shape`, in the pipeline's codec."""
+    """A tensor ready to be sent, or sent again: float32 of `shape`, in `codec`."""
 
     shape: tuple[int, ...]
+    codec: str
     data: Buffer
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-# Codecs quantise in blocks; 128 is a multiple of every block size in use, so no block straddles two parts.
+# Codecs quantise in blocks, usually of 64 or 128; every part begins with a whole one. Where a codec's blocks or chunks
+# are larger, the last one of a part is short, which costs a scale or some more kept values per part.
 PART_MULTIPLE_ELEMENTS = 128
 
 

@@ -14,14 +14,14 @@ class Device:
     memory: str
 
 
-# Memory is scaled down with the model, of which all eight blocks take 105 MB with two microbatches in
+# Memory is scaled down with the model, of which all eight blocks take 110 MB with two microbatches in
 # flight: nobody can hold everything, so activations travel, and every stage but the middle ones has two
 # holders. Speeds add up to about two cores.
 FLEET: Sequence[Device] = (
-    Device("rtx4090", "84MB"),
-    Device("rtx4080", "60MB"),
-    Device("t4", "36MB"),
-    Device("t4", "36MB"),
+    Device("rtx4090", "88MB"),
+    Device("rtx4080", "63MB"),
+    Device("t4", "38MB"),
+    Device("t4", "38MB"),
 )
 
 

@@ -10,6 +10,7 @@ from starlings_coordinator.core.effects import ComputePlan
 from starlings_coordinator.core.members import Member, MemberState
 from starlings_coordinator.core.phase import Phase
 from starlings_coordinator.core.records import PlanAdopted, PlanDropped, PlanLoaded, StepRetried
+from starlings_coordinator.core.traffic import traffic_words
 from starlings_coordinator.core.views import gossip_peers
 from starlings_coordinator.core.waiting import (
     ForKeeper,
@@ -165,6 +166,7 @@ class Planning:
             job.microbatches_per_step,
             float(bytes_per_parameter(job.train, job.exchange.codec)),
             stages,
+            stages_most=job.stages_most,
         )
 
     def _retry_later(self, reason: str) -> None:
@@ -208,6 +210,9 @@ class Planning:
             at = stage.last_block + 1
         if at != blocks:
             return f"the stages cover {at} of {blocks} blocks"
+        most = core.config.job.stages_most
+        if most and len(reply.stages) > most and not core.state.stages:
+            return f"{len(reply.stages)} stages, where the pipeline's codec bears {most}"
         for worker_id, span in spans.items():
             member = core.members.get(worker_id)
             if member is None or not member.usable:
@@ -248,7 +253,8 @@ class Planning:
         core.desk.announce(
             "plan",
             f"plan {state.plan_version}: {len(reply.stages)} stages on {len(spans)} workers, {ratio:.0%} of the bound"
-            + (f"; {reply.binding}" if reply.binding else ""),
+            + (f"; {reply.binding}" if reply.binding else "")
+            + traffic_words(core.config.job, core.config.profile, reply.stages, spans),
         )
         for member in core.members.values():
             span = spans.get(member.worker_id)

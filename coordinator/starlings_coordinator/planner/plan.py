@@ -71,6 +71,8 @@ def make_plan(request: PlanRequest, profile: Profile) -> PlanReply:
     best = _choose(fleet, candidates)
     if best is None:
         why = shortage_words(fleet, [(c.stages, c.found.choice) for c in candidates])
+        if request.stages_most and not request.stages:
+            why += f"; [pipeline] codec bears {request.stages_most} stages at most: int8:128 bears any number"
         return PlanReply(request.request_id, impossible=why)
     planned = [_planned(fleet, best, worker) for worker in fleet.workers]
     planned += [PlannedWorker(w, reason=flaw) for w, flaw in fleet.unmeasured.items()]
@@ -96,6 +98,8 @@ def _candidates(fleet: Fleet) -> list[Candidate]:
             thorough=len(fleet.workers) <= THOROUGH_WORKERS_MOST,
         )
     )
+    if request.stages_most and not request.stages:
+        cuts = [cut for cut in cuts if len(cut) <= request.stages_most]
     candidates = []
     for stages in cuts:
         options = {w.worker_id: fleet.options(w, stages) for w in fleet.workers}

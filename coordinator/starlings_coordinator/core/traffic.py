@@ -1,0 +1,52 @@
+"""What a plan's tensors take on the wire, in words, from the codecs' own sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from starlings_job.codecs import boundary_bytes, exchange_bytes
+from starlings_job.profile import Profile
+from starlings_job.spec import JobSpec
+from starlings_protos.messages import Span, Stage, WorkerId
+
+
+def largest_boundary_bytes(job: JobSpec, profile: Profile, stages: Sequence[Stage]) -> int:
+    """Of one microbatch, there and back, over the widest boundary between two stages; 0 with one stage."""
+    widest = 0
+    for stage in stages[:-1]:
+        elements = profile.blocks[stage.last_block].boundary_bytes_per_sample // 4 * job.train.microbatch
+        shape = (elements,)
+        forth = boundary_bytes(job.pipeline.codec, shape)
+        widest = max(widest, forth + boundary_bytes(job.pipeline.codec, shape, backward=True))
+    return widest
+
+
+def largest_exchange_bytes(
+    job: JobSpec, profile: Profile, stages: Sequence[Stage], spans: Mapping[WorkerId, Span]
+) -> int:
+    """What a worker sends per step to the other holders of its stages, at most; 0 where no stage has two."""
+    sent = []
+    for index, stage in enumerate(stages):
+        trained = sum(profile.blocks[block].trainable_count for block in stage.blocks)
+        sent.append(
+            exchange_bytes(job.exchange.codec, trained, sum(index in span for span in spans.values()))
+        )
+    return max((sum(sent[s] for s in span.stages) for span in spans.values()), default=0)
+
+
+def traffic_words(
+    job: JobSpec, profile: Profile, stages: Sequence[Stage], spans: Mapping[WorkerId, Span]
+) -> str:
+    """Such as "; 66 kB per microbatch and boundary, at most 1.2 MB per step and worker for averaging"."""
+    boundary = largest_boundary_bytes(job, profile, stages)
+    exchange = largest_exchange_bytes(job, profile, stages, spans)
+    words = [f"{_size(boundary)} per microbatch and boundary"] if boundary else []
+    words += [f"at most {_size(exchange)} per step and worker for averaging"] if exchange else []
+    return "; " + ", ".join(words) if words else ""
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
