@@ -35,6 +35,7 @@ MAY_IMPORT = {
 PURE = (
     "coordinator/starlings_coordinator/core",
     "coordinator/starlings_coordinator/planner/plan.py",
+    "coordinator/starlings_coordinator/bus/notices.py",
     "worker/starlings_worker/core",
     "protos/starlings_protos/messages.py",
     "protos/starlings_protos/bus/address.py",

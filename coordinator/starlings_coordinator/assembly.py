@@ -13,6 +13,7 @@ from typing import Any
 import grpc.aio
 
 from starlings_coordinator.addresses import advertised_hosts, local_host
+from starlings_coordinator.bus.bulletin import Bulletin
 from starlings_coordinator.clock import SystemClock
 from starlings_coordinator.core.config import CoreConfig
 from starlings_coordinator.core.core import Core
@@ -171,8 +172,12 @@ class Coordinator:
             on_announce=lambda kind, text: observer("announce", {"kind": kind, "text": text}),
             on_job_ended=self._job_ended,
         )
+        self.bulletin: Bulletin | None = None
+        if job.spec.bus.url is not None:
+            own = lambda: authority.identity(COORDINATOR)  # noqa: E731
+            self.bulletin = Bulletin(core, clock, job.spec.bus, own, self._heard_of_bus)
         detokenise = detokeniser(job.records.meta.tokenizer, options.directory)
-        self.owner = OwnerDesk(core, self.loop, authority, clock, job.records, detokenise)
+        self.owner = OwnerDesk(core, self.loop, authority, clock, job.records, detokenise, self.bulletin)
         self.control = make_server(CONTROL, [RoleGuard(CONTROL_POLICY, authority.refuse)])
         service = ControlService(
             self.loop, self.sessions, self.owner, clock, lambda: core.membership.heartbeat_interval_s
@@ -195,6 +200,10 @@ class Coordinator:
         if isinstance(event, KeeperStarted):
             self.observer("keeper", {"addresses": list(event.addresses), "versions": list(event.versions)})
         self.loop.post_soon(event)
+
+    def _heard_of_bus(self, line: str) -> None:
+        logger.info("%s", line)
+        self.observer("announce", {"kind": "bus", "text": line})
 
     def _ports(self) -> tuple[int, int, int]:
         """Control, enrolment, keeper; 0 = any."""
@@ -257,6 +266,8 @@ class Coordinator:
             )
             fields |= {"invite": made.invite, "invite_id": made.token_id, "invite_expires_s": made.expires_s}
         self.observer("listening", fields)
+        if self.bulletin is not None:
+            self.bulletin.start()
 
     async def renew(self) -> None:
         """Certificates and signed assignments, long before they expire; and what was refused goes to the log."""
@@ -290,6 +301,9 @@ class Coordinator:
         await self.sessions.wait_empty(SERVER_GRACE_S)
         await asyncio.gather(self.control.stop(SERVER_GRACE_S), self.enrolment.stop(SERVER_GRACE_S))
         await asyncio.gather(*(child.stop() for child in self.children))
+        if self.bulletin is not None:
+            # After the workers' goodbyes, which stand for themselves until here.
+            await self.bulletin.close(job_is_over=self.ended.done())
         with contextlib.suppress(FileNotFoundError):
             (self.options.directory / "owner" / ENDPOINTS_FILE).unlink()
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
+from starlings_coordinator.bus.bulletin import Bulletin
 from starlings_coordinator.clock import Clock
 from starlings_coordinator.core.core import Core
 from starlings_coordinator.core.events import StopRequested, WorkerRevoked
@@ -51,6 +52,11 @@ def trimmed(status: StatusReply, after_event: int, after_step: int) -> StatusRep
     )
 
 
+def _without_clock(status: StatusReply) -> StatusReply:
+    bus = status.bus
+    return replace(status, elapsed_s=0.0, bus=replace(bus, for_s=0.0) if bus is not None else None)
+
+
 class OwnerDesk:
     def __init__(
         self,
@@ -60,6 +66,7 @@ class OwnerDesk:
         clock: Clock,
         records: Records,
         detokenise: Detokenise,
+        bulletin: Bulletin | None = None,
     ) -> None:
         self._core = core
         self._loop = loop
@@ -67,6 +74,7 @@ class OwnerDesk:
         self._clock = clock
         self._records = records
         self._detokenise = detokenise
+        self._bulletin = bulletin
         self._sample: tuple[object, str] = (None, "")
         self._watchers = 0
         self._built: StatusReply | None = None
@@ -78,7 +86,11 @@ class OwnerDesk:
         return headline(self._core)
 
     def status(self, after_event: int = 0, after_step: int = -1) -> StatusReply:
-        return replace(trimmed(self._whole(), after_event, after_step), sample_text=self._sample_text())
+        return replace(
+            trimmed(self._whole(), after_event, after_step),
+            sample_text=self._sample_text(),
+            bus=self._bulletin.health() if self._bulletin is not None else None,
+        )
 
     def _whole(self) -> StatusReply:
         """The same for all who ask within moments: with many workers it takes long to make."""
@@ -135,7 +147,7 @@ class OwnerDesk:
             ended = self._loop.ended.is_set()
             status = self.status(after_event, after_step)
             # The clock alone is no news.
-            if known != (settled := replace(status, elapsed_s=0.0)) or quiet_s >= QUIET_INTERVAL_S:
+            if known != (settled := _without_clock(status)) or quiet_s >= QUIET_INTERVAL_S:
                 yield status
                 quiet_s = 0.0
                 known = replace(settled, events=(), loss_curve=())
@@ -168,4 +180,6 @@ class OwnerDesk:
         reply = await asyncio.to_thread(self._authority.revoke_invite, request.token_id, request.workers)
         for worker_id in reply.worker_ids:
             await self._loop.post(WorkerRevoked(WorkerId(worker_id)))
+            if self._bulletin is not None:
+                self._bulletin.forget(worker_id)
         return reply

@@ -104,3 +104,24 @@ def test_sparkline_scales_and_survives_anything() -> None:
     curve = figures.sparkline([float(100 - i) for i in range(1000)], 20)
     assert len(curve) == 20
     assert (curve[0], curve[-1]) == ("█", "▁")
+
+
+@pytest.mark.parametrize(
+    ("bus", "said"),
+    [
+        (
+            control_pb2.BusHealth(url="mqtts://b:8883", connected=True, for_s=61),
+            "bus mqtts://b:8883: connected for 1:01",
+        ),
+        (
+            control_pb2.BusHealth(url="mqtts://b:8883", for_s=5, reason="Connection\x1b refused", dropped=7),
+            "bus mqtts://b:8883: away for 0:05 (Connection refused); training goes on, 7 messages dropped",
+        ),
+    ],
+    ids=["connected", "away"],
+)
+def test_the_bus_is_shown_when_there_is_one(bus: control_pb2.BusHealth, said: str) -> None:
+    reply = control_pb2.StatusReply(job="x", phase="training")
+    assert "bus" not in drawn(status.header(reply, []))
+    reply.bus.CopyFrom(bus)
+    assert said in drawn(status.header(reply, []))

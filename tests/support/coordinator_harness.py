@@ -144,8 +144,9 @@ class ScriptedWorker:
         self.assignment: Assignment | None = None
         self.finish: Finish | None = None
         self.version = 0
-        # From this step on it keeps its leases and says nothing.
+        # From this step on it keeps its leases and says nothing, until `go_on`.
         self.hold_at_step = 1 << 30
+        self.held: list[Any] = []
         self.indices: dict[int, list[int]] = {}
         self.donor: FakeDonor | None = None
         self.reading: asyncio.Task[None] | None = None
@@ -224,6 +225,7 @@ class ScriptedWorker:
             case LeaseGrant():
                 for lease in message.leases:
                     if lease.key.kind is LeaseKind.TRAIN and lease.key.step >= self.hold_at_step:
+                        self.held.append(lease)
                         continue
                     self.samples.append(lease.samples)
                     self.records.append(lease.records)
@@ -243,6 +245,12 @@ class ScriptedWorker:
                 await self.say(StateReport(message.version, self.digests(message.version)))
             case Finish():
                 self.finish = message
+
+    async def go_on(self) -> None:
+        self.hold_at_step = 1 << 30
+        for lease in self.held:
+            await self._train(lease)
+        self.held.clear()
 
     async def _train(self, lease: Any) -> None:
         assert self.assignment is not None

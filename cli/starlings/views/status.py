@@ -16,6 +16,7 @@ from rich.text import Text
 
 from starlings.views.figures import count, duration, size, sparkline
 from starlings_protos import control_pb2
+from starlings_protos.errors import clean_text
 
 PHASE_STYLE = {
     "gathering": "yellow",
@@ -159,9 +160,23 @@ def header(
         lines.append(Text(f"waiting for {reply.waiting_for.removeprefix('waiting for ')}", style="yellow"))
     if reply.checkpoint_trouble:
         lines.append(Text(f"no checkpoints: {reply.checkpoint_trouble}", style="yellow"))
+    if reply.HasField("bus"):
+        lines.append(bus_line(reply.bus))
     if reply.failure:
         lines.append(Text(reply.failure, style="bold red"))
     return Group(*lines)
+
+
+def bus_line(bus: control_pb2.BusHealth) -> Text:
+    """Whether the coordinator is on the job's MQTT bus, since when, and why not."""
+    where = clean_text(bus.url, 80)
+    dropped = f", {bus.dropped} messages dropped" if bus.dropped else ""
+    if bus.connected:
+        return Text(f"bus {where}: connected for {duration(bus.for_s)}{dropped}", style="dim")
+    reason = f" ({clean_text(bus.reason, 120)})" if bus.reason else ""
+    return Text(
+        f"bus {where}: away for {duration(bus.for_s)}{reason}; training goes on{dropped}", style="yellow"
+    )
 
 
 def event_lines(events: Sequence[control_pb2.Event], limit: int) -> RenderableType:

@@ -212,7 +212,7 @@ class BusClient:
             self._address.port,
             identifier=self._client_id,
             protocol=aiomqtt.ProtocolVersion.V5,
-            will=None if last is None else aiomqtt.Will(last.topic, last.payload, last.qos, last.retain),
+            will=None if last is None else _will(last),
             clean_start=True,
             timeout=ANSWER_WITHIN_S,
             keepalive=KEEPALIVE_S,
@@ -284,11 +284,11 @@ class BusClient:
 
     async def _say(self, client: aiomqtt.Client, words: Sequence[Outgoing]) -> None:
         for message in words:
-            await client.publish(message.topic, message.payload, message.qos, message.retain)
+            await _publish(client, message)
 
     async def _send(self, client: aiomqtt.Client, message: Outgoing) -> None:
         try:
-            await client.publish(message.topic, message.payload, message.qos, message.retain)
+            await _publish(client, message)
         except BaseException:
             with self._lock:
                 self._outbox.put_back(message)
@@ -340,6 +340,24 @@ class _Daemons(ThreadPoolExecutor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait=False, cancel_futures=cancel_futures)
+
+
+async def _publish(client: aiomqtt.Client, message: Outgoing) -> None:
+    properties = _expiry(PacketTypes.PUBLISH, message)
+    await client.publish(message.topic, message.payload, message.qos, message.retain, properties)
+
+
+def _will(message: Outgoing) -> aiomqtt.Will:
+    properties = _expiry(PacketTypes.WILLMESSAGE, message)
+    return aiomqtt.Will(message.topic, message.payload, message.qos, message.retain, properties)
+
+
+def _expiry(packet: int, message: Outgoing) -> Properties | None:
+    if not message.expires_s:
+        return None
+    properties = Properties(packet)  # type: ignore[no-untyped-call]
+    properties.MessageExpiryInterval = message.expires_s
+    return properties
 
 
 def _tls_context(identity: Identity) -> ssl.SSLContext:

@@ -19,6 +19,8 @@ class Outgoing:
     # 0: sent once, may be lost. 1: sent until it is acknowledged.
     qos: int = 0
     retain: bool = False
+    # The broker forgets a retained message after this long; 0 = never.
+    expires_s: int = 0
 
 
 class Outbox:

@@ -77,3 +77,8 @@ def parse(topic: str) -> Topic | None:
 def all_of(job: str) -> str:
     """The filter that matches every topic of `job`."""
     return f"{PREFIX}/{Topic(job, Kind.PLAN).job}/#"
+
+
+def client_id(job: str, role: str, id: str) -> str:
+    """What a connection calls itself: a second one of the same identity ends the first."""
+    return f"{job}-{role}-{id}"
