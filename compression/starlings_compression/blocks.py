@@ -104,14 +104,16 @@ class BlockCodec(Codec):
             stop = min(start + capacity, whole)
             blocks = slice(start // self.block, stop // self.block)
             chunk_codes = codes[start * self.bits // 8 : stop * self.bits // 8]
-            worst = self._write_chunk(flat[start:stop], scales[blocks], chunk_codes, work, worst)
+            self._write_chunk(flat[start:stop], scales[blocks], chunk_codes, work)
+        worst = torch.maximum(worst, work.worst.amax())
         if whole < count:
             # The last block is shorter; its codes are filled up to whole bytes.
             rest = codes[whole * self.bits // 8 :]
             filled = -(-(count - whole) // 8) * self.bits
             last_codes = torch.empty(filled, dtype=torch.uint8, device=device)
             tail = Workspace(count - whole, count - whole, device, means)
-            worst = self._write_chunk(flat[whole:], scales[-1:], last_codes, tail, worst)
+            self._write_chunk(flat[whole:], scales[-1:], last_codes, tail)
+            worst = torch.maximum(worst, tail.worst.amax())
             rest.copy_(last_codes[: rest.numel()])
             clear_rest(rest, count - whole, self.bits)
         if not math.isfinite(float(worst)):
@@ -128,22 +130,22 @@ class BlockCodec(Codec):
         scales: torch.Tensor,
         codes: torch.Tensor,
         work: Workspace,
-        worst: torch.Tensor,
-    ) -> torch.Tensor:
-        """Values of `len(scales)` equal blocks. Returns the larger of `worst` and the chunk's peak."""
+    ) -> None:
+        """Values of `len(scales)` equal blocks."""
         work = work.for_blocks(scales.numel())
         source = values.view(scales.numel(), -1)
         if source.dtype != torch.float32:
             source = work.converted(source)
         torch.abs(source, out=work.scaled)
         torch.amax(work.scaled, dim=1, keepdim=True, out=work.peaks)
-        worst = torch.maximum(worst, work.peaks.amax())
+        torch.maximum(work.worst, work.peaks, out=work.worst)
         self.fit(source, work, scales.view(-1, 1))
         scaled = torch.mul(source, work.inverses, out=work.scaled).view(-1)
-        self.put(torch.nn.functional.pad(scaled, (0, -scaled.numel() % 8)), work, codes)
+        if scaled.numel() % 8:
+            scaled = torch.nn.functional.pad(scaled, (0, -scaled.numel() % 8))
+        self.put(scaled, work, codes)
         if work.means is not None:
             work.means.add(source, scales, codes)
-        return worst
 
     # ------------------------------------------------------------------ decoding
 
@@ -188,6 +190,8 @@ class Workspace:
         self.scaled = torch.empty(blocks, block, dtype=torch.float32, device=device)
         self.peaks = torch.empty(blocks, 1, dtype=torch.float32, device=device)
         self.inverses = torch.empty(blocks, 1, dtype=torch.float32, device=device)
+        # The largest peak that a block at this place in a chunk ever had.
+        self.worst = torch.zeros(blocks, 1, dtype=torch.float32, device=device)
         self.means = means
         # Shared by all cuts of a workspace.
         self._spare: dict[torch.dtype, torch.Tensor] = {}
@@ -207,6 +211,7 @@ class Workspace:
             self.peaks[:blocks],
             self.inverses[:blocks],
         )
+        cut.worst = self.worst[:blocks]
         cut.means, cut._spare = self.means, self._spare
         return cut
 

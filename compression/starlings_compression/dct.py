@@ -62,12 +62,13 @@ class DctTopkCodec(Reducer):
         transform = _Transform(tiling, flat.device)
         done = 0
         for start in range(0, flat.numel(), transform.step):
-            with one_thread():
-                coefficients = transform.forward(flat[start : start + transform.step], scale)
-            found, where = largest_of_rows(coefficients, kept)
-            part = slice(done, done + found.numel())
-            chosen[part], indices[part] = found.view(-1), where.view(-1)
-            done = part.stop
+            for part in transform.parts(flat[start : start + transform.step]):
+                with one_thread():
+                    coefficients = transform.forward(part, scale)
+                found, where = largest_of_rows(coefficients, kept)
+                tiles = slice(done, done + found.numel())
+                chosen[tiles], indices[tiles] = found.view(-1), where.view(-1)
+                done = tiles.stop
         if scale != 1.0:
             chosen.div_(scale).clamp_(-FLOAT32_MAX, FLOAT32_MAX)
         write_indices(indices, index_bits(side * side), sections[0])
@@ -88,43 +89,62 @@ class DctTopkCodec(Reducer):
 
 
 class _Transform:
-    """Between consecutive elements and the coefficients of the tiles that they make up, some bands at a time.
+    """Between consecutive elements and the coefficients of the tiles that they make up, a part at a time.
 
-    A band is a row of tiles: `tile_rows` rows of the matrix, which are consecutive elements.
+    A band is a row of tiles: `tile_rows` rows of the matrix, which are consecutive elements. A part is some whole
+    bands, or, where a band is large, some columns of one, so that memory stays small.
     """
 
     def __init__(self, tiling: Tiling, device: torch.device) -> None:
         self.tiling = tiling
         self.band_elements = tiling.tile_rows * tiling.columns
         self.step = chunk_elements(device, self.band_elements) if self.band_elements else 1
+        self._columns = chunk_elements(device, tiling.tile_elements) // tiling.tile_rows
         self._down = dct_matrix(tiling.tile_rows).to(device)
         self._across = dct_matrix(tiling.tile_columns).to(device)
 
-    def forward(self, elements: torch.Tensor, scale: float) -> torch.Tensor:
-        """Coefficients (tiles x tile elements) of whole bands, the last of which may be short."""
+    def parts(self, elements: torch.Tensor) -> list[torch.Tensor]:
+        """Views of whole bands, the last of which may be short: bands x rows x columns, in the order of tiles."""
         cut = self.tiling
-        bands = -(-elements.numel() // self.band_elements)
-        whole = bands * self.band_elements
-        values = elements if elements.dtype == torch.float32 and scale == 1.0 else elements.mul(scale).float()
-        values = aligned(values)
-        if elements.numel() < whole:
-            values = torch.nn.functional.pad(values, (0, whole - elements.numel()))
-        width = cut.across * cut.tile_columns
-        rows = values.view(bands, cut.tile_rows, cut.columns)
-        if width > cut.columns:
-            rows = torch.nn.functional.pad(rows, (0, width - cut.columns))
-        tiles = rows.view(bands, cut.tile_rows, cut.across, cut.tile_columns).transpose(1, 2)
+        whole = elements.numel() - elements.numel() % self.band_elements
+        parts = []
+        if whole:
+            parts += self._cut(elements[:whole].view(-1, cut.tile_rows, cut.columns))
+        if whole < elements.numel():
+            rest = elements[whole:]
+            # Vectors may end within a row; their rows are short.
+            if rest.numel() % cut.columns:
+                rest = torch.nn.functional.pad(rest, (0, -rest.numel() % cut.columns))
+            parts += self._cut(rest.view(1, -1, cut.columns))
+        return parts
+
+    def _cut(self, bands: torch.Tensor) -> list[torch.Tensor]:
+        step = self._columns
+        return [bands[:, :, start : start + step] for start in range(0, bands.shape[2], step)]
+
+    def forward(self, part: torch.Tensor, scale: float) -> torch.Tensor:
+        """Coefficients, tiles x tile elements."""
+        cut = self.tiling
+        values = part if part.dtype == torch.float32 and scale == 1.0 else part.mul(scale).float()
+        short, narrow = cut.tile_rows - part.shape[1], -part.shape[2] % cut.tile_columns
+        if short or narrow:
+            values = torch.nn.functional.pad(values, (0, narrow, 0, short))
+        values = aligned(values.contiguous())
+        tiles = values.view(values.shape[0], cut.tile_rows, -1, cut.tile_columns).transpose(1, 2)
         turned = torch.matmul(tiles, self._across.t())
         return torch.matmul(self._down, turned).reshape(-1, cut.tile_elements)
 
-    def backward(self, coefficients: torch.Tensor, into: torch.Tensor) -> None:
-        """The elements of whole bands from their coefficients; the last band may be cut short."""
+    def backward(self, coefficients: torch.Tensor, part: torch.Tensor) -> None:
+        """Writes the elements of a part."""
         cut = self.tiling
-        tiles = coefficients.view(-1, cut.across, cut.tile_rows, cut.tile_columns)
+        tiles = coefficients.view(part.shape[0], -1, cut.tile_rows, cut.tile_columns)
         with one_thread():
             values = torch.matmul(torch.matmul(self._down.t(), tiles), self._across)
-        rows = values.transpose(1, 2).reshape(-1, cut.tile_rows, cut.across * cut.tile_columns)
-        into.copy_(rows[:, :, : cut.columns].reshape(-1)[: into.numel()])
+        rows = values.transpose(1, 2).reshape(part.shape[0], cut.tile_rows, -1)
+        part.copy_(rows[:, : part.shape[1], : part.shape[2]])
+
+    def tiles_of(self, part: torch.Tensor) -> int:
+        return part.shape[0] * -(-part.shape[2] // self.tiling.tile_columns)
 
 
 class _DctReader:
@@ -138,15 +158,25 @@ class _DctReader:
         self.granularity = max(transform.band_elements, 1)
 
     def read(self, start: int, stop: int, into: torch.Tensor) -> None:
-        cut = self._transform.tiling
+        transform = self._transform
+        cut = transform.tiling
+        # Elsewhere first where values must be bounded, or the last row is not whole.
+        direct = into.dtype == torch.float32 and self._bound is None and into.numel() % cut.columns == 0
+        values = (
+            into
+            if direct
+            else into.new_empty(-(-into.numel() // cut.columns) * cut.columns, dtype=torch.float32)
+        )
         first = start // self.granularity * cut.across
-        last = -(-stop // self.granularity) * cut.across
-        coefficients = torch.zeros(last - first, cut.tile_elements, device=into.device)
-        coefficients.scatter_(1, self._indices[first:last].long(), self._values[first:last])
-        if self._bound is None:
-            self._transform.backward(coefficients, into)
-            return
-        values = torch.empty_like(into, dtype=torch.float32)
-        self._transform.backward(coefficients, values)
-        values.nan_to_num_(nan=0.0, posinf=self._bound, neginf=-self._bound)
-        into.copy_(values.clamp_(-self._bound, self._bound))
+        for part in transform.parts(values):
+            last = first + transform.tiles_of(part)
+            coefficients = torch.zeros(last - first, cut.tile_elements, device=into.device)
+            coefficients.scatter_(1, self._indices[first:last].long(), self._values[first:last])
+            transform.backward(coefficients, part)
+            first = last
+        if self._bound is not None:
+            values.nan_to_num_(nan=0.0, posinf=self._bound, neginf=-self._bound).clamp_(
+                -self._bound, self._bound
+            )
+        if values is not into:
+            into.copy_(values[: into.numel()])

@@ -59,9 +59,11 @@ class ErrorFeedback:
                 "the error of one tensor cannot be fed back to another"
             )
         check_floating(data_type_of(tensor, name), name, self.codec.spec)
-        corrected = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device).copy_(tensor)
-        if self._committed is not None:
-            corrected.add_(self._committed, alpha=self.decay)
+        corrected = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+        if self._committed is None:
+            corrected.copy_(tensor)
+        else:
+            torch.add(tensor.to(torch.float32), self._committed, alpha=self.decay, out=corrected)
         data = self.codec.encode(corrected, self._state, name=name)
         limit_bytes = corrected.numel() * corrected.element_size()
         self.codec.add_decoded(data, corrected, weight=-1.0, limit_bytes=limit_bytes)

@@ -120,12 +120,12 @@ def orthonormal_rows(rows: torch.Tensor) -> torch.Tensor:
     """
     done = torch.zeros_like(rows, dtype=torch.float64)
     for position, row in enumerate(rows.to(torch.float64)):
-        before = float(row.norm())
+        before = row.norm()
         for _ in range(2):
             row = row - torch.mv(done[:position].t(), torch.mv(done[:position], row))
-        after = float(row.norm())
-        if after > DEPENDENT * before:
-            done[position] = row / after
+        after = row.norm()
+        # No branch: on an accelerator that would wait for it.
+        done[position] = torch.where(after > DEPENDENT * before, row / after, 0.0)
     return done.to(torch.float32)
 
 
