@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -93,3 +94,9 @@ def test_spec_sizes_and_layout_need_no_torch() -> None:
         "sys.exit(any(m.split('.')[0] in ('torch', 'numpy', 'zstandard') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_reference_has_every_family() -> None:
+    text = (Path(__file__).parents[2] / "docs/reference.md").read_text("utf-8")
+    table = text.partition("## Codecs")[2].partition("\n## ")[0]
+    assert [family.usage for family in FAMILIES.values() if f"| `{family.usage}` |" not in table] == []
