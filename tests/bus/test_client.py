@@ -173,6 +173,23 @@ def test_it_survives_the_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert speaker.said[2].startswith(f"The bus at {at.url} is back after ")
 
 
+@pytest.mark.slow
+def test_a_broker_that_comes_and_goes_is_told_of_once(tmp_path: Path):
+    with broker(tmp_path) as at, Speaker(at, new_identity(at.authority)) as speaker:
+        until(speaker.connected, "the first connection")
+        for _ in range(4):
+            at.stop(kill=True)
+            until(lambda: not speaker.connected(), "the loss")
+            at.start()
+            until(speaker.connected, "the next connection", 30.0)
+        assert len(speaker.said) == 2, speaker.said
+        until(lambda: len(speaker.said) > 2, "the word that it is back")
+        assert "is back after" in speaker.said[2]
+        with at.client(new_identity(at.authority), subscribe=(all_of("test"),)) as listener:
+            until(lambda: statuses(listener, speaker.topic), "the present state")
+            assert statuses(listener, speaker.topic)[-1].presence == bus_pb2.PRESENCE_ONLINE
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no way to freeze a process here")
 def test_a_frozen_broker_costs_nobody_time(tmp_path: Path):
     with broker(tmp_path) as at:

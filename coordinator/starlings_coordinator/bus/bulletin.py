@@ -25,8 +25,10 @@ from starlings_protos.status import BusHealth
 logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
-# The last words: with the job's end everybody's state is forgotten.
+# For the last words at the job's end, when everybody's state is forgotten. A broker that hangs must not keep a service
+# manager waiting that only wants to restart us.
 CLOSE_WITHIN_S = 10.0
+PAUSE_WITHIN_S = 2.0
 
 
 class Bulletin:
@@ -67,18 +69,14 @@ class Bulletin:
         hint = bus_pb2.CommandHint(
             kind="call", reason="the coordinator has started", wall_time_s=self._clock.now().wall_s
         )
-        self._look_at_core()
+        self._look()
         self._publish(Kind.COMMAND, encode(hint, self._form))
         self._client.start()
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(EVERY_S)
-            try:
-                self._look_at_core()
-            except Exception:
-                # Nothing that goes wrong here is worth a training run.
-                logger.exception("no notice on the bus this time")
+            self._look()
 
     def health(self) -> BusHealth:
         health = self._client.health()
@@ -95,17 +93,24 @@ class Bulletin:
         self._client.publish(*_nothing(self._job, worker_id), qos=1, retain=True)
 
     async def close(self, *, job_is_over: bool) -> None:
-        """The last notices. Takes a moment; `CLOSE_WITHIN_S` at most."""
-        self._look_at_core()
+        """The last notices. Takes a moment, and not longer than a broker that hangs is worth."""
+        self._look()
         known = sorted(self._core.state.incarnations) if job_is_over else []
 
         def final(session: int) -> Sequence[Outgoing]:
             # Unacknowledged, so that thousands take no time; the goodbye comes behind them on the same connection.
             return [Outgoing(*_nothing(self._job, worker_id), 0, retain=True) for worker_id in known]
 
-        await asyncio.to_thread(self._client.close, final, CLOSE_WITHIN_S)
+        await asyncio.to_thread(self._client.close, final, CLOSE_WITHIN_S if job_is_over else PAUSE_WITHIN_S)
 
     # ------------------------------------------------------------------
+
+    def _look(self) -> None:
+        try:
+            self._look_at_core()
+        except Exception:
+            # Nothing that goes wrong here is worth a training run.
+            logger.exception("no notice on the bus this time")
 
     def _look_at_core(self) -> None:
         now, head = self._clock.now(), headline(self._core)
