@@ -22,9 +22,9 @@ TORCH_TYPES: dict[DataType, torch.dtype] = {
 }
 DATA_TYPES: dict[torch.dtype, DataType] = {dtype: data_type for data_type, dtype in TORCH_TYPES.items()}
 
-# Elements that are worked on at once: small enough to stay in a core's cache, large enough to hide torch's
-# call overhead.
-CHUNK_ELEMENTS = 1 << 17
+# Elements that are worked on at once: small enough to stay in a processor's cache, large enough to hide torch's
+# call overhead (int8 encodes a third slower with half of it, and a few percent faster with twice as many).
+CHUNK_ELEMENTS = 1 << 18
 # On an accelerator launches cost more and caches less: the whole of most tensors at once, still bounded.
 DEVICE_CHUNK_ELEMENTS = 1 << 26
 

@@ -239,7 +239,7 @@ def test_encode_into_a_given_buffer(spec: str) -> None:
 @pytest.mark.parametrize("spec", EVERY)
 def test_add_decoded(spec: str) -> None:
     codec = make_codec(spec)
-    tensor, start = normal(600, 300), normal(600, 300, seed=1)
+    tensor, start = normal(600, 500), normal(600, 500, seed=1)
     assert tensor.numel() > CHUNK_ELEMENTS
     data = codec.encode(tensor)
     target = start.clone()

@@ -16,6 +16,7 @@ from starlings_compression.lowrank import orthonormal_rows
 from starlings_compression.sizes import kept_of
 from starlings_compression.sparse import drawn_places
 from starlings_compression.state import CodecState
+from starlings_compression.tensors import CHUNK_ELEMENTS
 
 # ---------------------------------------------------------------------- top-k
 
@@ -189,11 +190,11 @@ def test_coefficients_are_the_largest_ones() -> None:
 
 def test_wide_matrices_are_transformed_some_columns_at_a_time() -> None:
     """The same coefficients as of the parts by themselves, and memory that does not grow with the width."""
-    tensor = normal(70, 5001, seed=4)
+    at_once = CHUNK_ELEMENTS // 64
+    tensor = normal(70, 2 * at_once + 901, seed=4)
     codec = make_codec("dct-topk:64/32")
     decoded = round_trip(codec, tensor)
-    # 2048 columns of 64 rows are what is transformed at once.
-    for columns in (slice(0, 2048), slice(2048, 4096), slice(4096, None)):
+    for columns in (slice(0, at_once), slice(at_once, 2 * at_once), slice(2 * at_once, None)):
         assert torch.equal(decoded[:, columns], round_trip(codec, tensor[:, columns]))
     low = round_trip(codec, tensor.bfloat16())
     assert float((low.float() - decoded).norm() / decoded.norm()) < 0.1
