@@ -15,7 +15,7 @@ import pytest
 from starlings_protos import bus_pb2
 from starlings_protos.authority import CertificateAuthority
 from starlings_protos.bus.address import BusAddress, parse_bus_url
-from starlings_protos.bus.client import BusClient
+from starlings_protos.bus.client import SHORT_LIMIT, BusClient
 from starlings_protos.bus.outbox import Outgoing
 from starlings_protos.bus.payloads import Form, encode
 from starlings_protos.bus.topics import Kind, Topic, all_of
@@ -171,6 +171,22 @@ def test_it_survives_the_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert len(speaker.said) == 3
         assert speaker.said[1].startswith(f"The bus at {at.url} is away (")
         assert speaker.said[2].startswith(f"The bus at {at.url} is back after ")
+
+
+@pytest.mark.slow
+def test_who_takes_its_client_id_over_again_and_again_is_evaded(tmp_path: Path):
+    """The broker knows who says what by certificates, but any member may call itself what it likes."""
+    with broker(tmp_path) as at, Speaker(at, new_identity(at.authority)) as speaker:
+        rogue = new_identity(at.authority)
+        for _ in range(SHORT_LIMIT):
+            until(speaker.connected, "the connection", 30.0)
+            with at.client(rogue, client_id=f"test-worker-{speaker.identity.id}"):
+                until(lambda: not speaker.connected(), "that it is taken over")
+        until(speaker.connected, "a connection of another name", 30.0)
+        with at.client(rogue, client_id=f"test-worker-{speaker.identity.id}"):
+            until(lambda: len(speaker.said) > 2, "that it stays")
+            assert "is back after" in speaker.said[2]
+            assert speaker.connected()
 
 
 @pytest.mark.slow

@@ -54,6 +54,9 @@ ANSWER_WITHIN_S = 10.0
 # Closing may take this long, with the last words.
 CLOSE_WITHIN_S = 3.0
 REASON_LIMIT_CHARACTERS = 200
+# After so many connections in a row that did not last, somebody else of the job may be using our client id: the broker
+# then ends ours. From there on ours is one that nobody can guess.
+SHORT_LIMIT = 3
 
 # From the session's number, a new random one per connection (64 bits, not 0).
 Words = Callable[[int], Sequence[Outgoing]]
@@ -84,7 +87,8 @@ class BusClient:
     ) -> None:
         """
         Args:
-            client_id: a second connection with the same one ends the first.
+            client_id: a second connection with the same one ends the first. Where that seems to happen again and
+                again, a random one is used.
             identity: asked at each connection, so that a renewed certificate counts from the next one on.
             standing: how things are now, as messages; called on the bus's thread, and must not block.
             will: what the broker shall say for us when the connection ends without a goodbye.
@@ -105,6 +109,8 @@ class BusClient:
         self._outbox = Outbox()
         self._stale = False
         self._final: Words = no_words
+        # Connections in a row that have not lasted yet. Of the bus's thread alone.
+        self._short = 0
         self._link = Link(connected=False, since_s=time.monotonic())
         # Set in the loop of the present connection whenever it should look around.
         self._wake: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
@@ -192,6 +198,7 @@ class BusClient:
             listening = asyncio.create_task(self._listen(client, disconnected))
             await self._subscribe(client)
             self._change(self._link.opened(time.monotonic()))
+            self._short += 1
             steady = asyncio.create_task(self._steady())
             await self._speak(client, session, disconnected)
             steady.cancel()
@@ -210,7 +217,9 @@ class BusClient:
         return aiomqtt.Client(
             self._address.host,
             self._address.port,
-            identifier=self._client_id,
+            identifier=(
+                self._client_id if self._short < SHORT_LIMIT else f"{self._client_id}-{secrets.token_hex(8)}"
+            ),
             protocol=aiomqtt.ProtocolVersion.V5,
             will=None if last is None else _will(last),
             clean_start=True,
@@ -296,6 +305,8 @@ class BusClient:
 
     async def _steady(self) -> None:
         await asyncio.sleep(STEADY_AFTER_S)
+        if self._short < SHORT_LIMIT:
+            self._short = 0
         self._change(self._link.steady(time.monotonic()))
 
     async def _until_closing(self) -> None:
