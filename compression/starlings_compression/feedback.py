@@ -18,7 +18,8 @@ class ErrorFeedback:
     """One per (stage, peer or group, part, direction): tensors of one shape, one after the other.
 
     `encode` may be called again before `commit` or `rollback`: it starts from the last commit each time.
-    Residuals are float32 and stay on the tensor's device: 4 bytes per value, 8 between `encode` and `commit`.
+    Residuals are float32 and stay on the tensor's device. Two of them are kept, 8 bytes per value, and take turns:
+    fresh memory for each round would cost more than encoding does.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class ErrorFeedback:
         """
         Args:
             seed: what random choices of the codec follow from.
-            residual: what others, now replaced, have dropped so far (float32, of the tensors' shape).
+            residual: what others, now replaced, have dropped so far (float32, of the tensors' shape); handed over.
         """
         if not 0.0 <= decay <= 1.0:
             raise ValueError("decay must lie between 0 and 1")
@@ -36,10 +37,15 @@ class ErrorFeedback:
         self._state = CodecState(seed)
         self._committed = residual
         self._pending: torch.Tensor | None = None
+        # What neither of them needs at the moment.
+        self._spare: torch.Tensor | None = None
 
     @property
     def residual(self) -> torch.Tensor | None:
-        """What the next input is corrected by, as of the last commit; None before the first."""
+        """What the next input is corrected by, as of the last commit; None before the first.
+
+        Its memory is used again after the next commit: copy what is needed longer.
+        """
         return self._committed
 
     @torch.no_grad()
@@ -59,7 +65,10 @@ class ErrorFeedback:
                 "the error of one tensor cannot be fed back to another"
             )
         check_floating(data_type_of(tensor, name), name, self.codec.spec)
-        corrected = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+        corrected = self._spare
+        if corrected is None or corrected.shape != tensor.shape or corrected.device != tensor.device:
+            corrected = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+        self._spare = corrected
         if self._committed is None:
             corrected.copy_(tensor)
         else:
@@ -67,21 +76,22 @@ class ErrorFeedback:
         data = self.codec.encode(corrected, self._state, name=name)
         limit_bytes = corrected.numel() * corrected.element_size()
         self.codec.add_decoded(data, corrected, weight=-1.0, limit_bytes=limit_bytes)
-        self._pending = corrected
+        self._pending, self._spare = corrected, None
         return data
 
     def commit(self) -> None:
         """The bytes of the last `encode` count: keep what they dropped."""
         self._state.commit()
         if self._pending is not None:
-            self._committed, self._pending = self._pending, None
+            self._spare, self._committed, self._pending = self._committed, self._pending, None
 
     def rollback(self) -> None:
         """The bytes of the last `encode` do not count: forget what they dropped."""
         self._state.rollback()
-        self._pending = None
+        if self._pending is not None:
+            self._spare, self._pending = self._pending, None
 
     def reset(self) -> None:
         """Forget everything, as at the start: after a change of shape, or when other state replaced ours."""
         self._state.reset()
-        self._committed = self._pending = None
+        self._committed = self._pending = self._spare = None

@@ -182,3 +182,23 @@ def test_the_input_is_not_changed() -> None:
 def test_decay_is_checked(decay: float) -> None:
     with pytest.raises(ValueError, match="decay"):
         ErrorFeedback(make_codec("fp16"), decay)
+
+
+def test_after_two_rounds_no_more_memory_is_taken() -> None:
+    feedback = ErrorFeedback(make_codec("int8:128"))
+    places = set()
+    for number, tensor in enumerate(inputs(7, 8, 1000)):
+        feedback.encode(tensor)
+        if number % 3 == 2:
+            feedback.rollback()
+        feedback.commit()
+        assert feedback.residual is not None
+        places.add(feedback.residual.data_ptr())
+    assert len(places) == 2
+    # A codec that refuses leaves both where they are.
+    with pytest.raises(CodecError):
+        feedback.encode(torch.full((1000,), float("inf")))
+    feedback.encode(inputs(8, 1, 1000)[0])
+    feedback.commit()
+    assert feedback.residual is not None
+    assert feedback.residual.data_ptr() in places
