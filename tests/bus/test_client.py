@@ -15,7 +15,7 @@ import pytest
 from starlings_protos import bus_pb2
 from starlings_protos.authority import CertificateAuthority
 from starlings_protos.bus.address import BusAddress, parse_bus_url
-from starlings_protos.bus.client import SHORT_LIMIT, BusClient
+from starlings_protos.bus.client import ANSWER_WITHIN_S, SHORT_LIMIT, BusClient
 from starlings_protos.bus.outbox import Outgoing
 from starlings_protos.bus.payloads import Form, encode
 from starlings_protos.bus.topics import Kind, Topic, all_of
@@ -224,6 +224,19 @@ def test_a_frozen_broker_costs_nobody_time(tmp_path: Path):
                 assert time.monotonic() - begun_s < 2.0
             finally:
                 os.kill(at.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no way to freeze a process here")
+def test_a_broker_that_dies_before_it_answers_is_missed_at_once(tmp_path: Path):
+    with broker(tmp_path) as at, Speaker(at, new_identity(at.authority)) as speaker:
+        until(speaker.connected, "the connection")
+        assert at.process is not None
+        os.kill(at.process.pid, signal.SIGSTOP)
+        before = speaker.sequence
+        speaker.client.refresh()
+        until(lambda: speaker.sequence > before, "a word that waits for its answer")
+        at.stop(kill=True)
+        until(lambda: not speaker.connected(), "the loss", ANSWER_WITHIN_S / 2)
 
 
 def test_one_that_accepts_and_says_nothing_costs_nobody_time():

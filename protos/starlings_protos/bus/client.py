@@ -184,7 +184,6 @@ class BusClient:
 
     async def _serve(self, made: list[aiomqtt.Client]) -> str:
         session = secrets.randbits(64) or 1
-        disconnected = asyncio.Event()
         client = self._client(session)
         made.append(client)
         closing = asyncio.create_task(self._until_closing())
@@ -194,21 +193,32 @@ class BusClient:
         if not entering.done():
             return "closed"
         await entering
+        listening = asyncio.create_task(self._listen(client))
+        talking = asyncio.create_task(self._talk(client, session))
         try:
-            listening = asyncio.create_task(self._listen(client, disconnected))
-            await self._subscribe(client)
-            self._change(self._link.opened(time.monotonic()))
-            self._short += 1
-            steady = asyncio.create_task(self._steady())
-            await self._speak(client, session, disconnected)
-            steady.cancel()
+            # aiomqtt goes on waiting for answers when the connection is long gone: who talks is told by who listens.
+            await asyncio.wait({listening, talking}, return_when=asyncio.FIRST_COMPLETED)
+            if listening.done():
+                talking.cancel()
+                await asyncio.gather(talking, return_exceptions=True)
+                # Raises the reason.
+                await listening
+            await talking
         finally:
-            if not disconnected.is_set():
+            if not listening.done():
                 await client.__aexit__(None, None, None)
-        if disconnected.is_set():
-            # Raises the reason.
-            await listening
         return "closed"
+
+    async def _talk(self, client: aiomqtt.Client, session: int) -> None:
+        """All that is sent over one connection; returns when we close."""
+        await self._subscribe(client)
+        self._change(self._link.opened(time.monotonic()))
+        self._short += 1
+        steady = asyncio.create_task(self._steady())
+        try:
+            await self._speak(client, session)
+        finally:
+            steady.cancel()
 
     def _client(self, session: int) -> aiomqtt.Client:
         properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
@@ -249,14 +259,10 @@ class BusClient:
         except Exception:
             logger.exception("a message on %s could not be handled", message.topic)
 
-    async def _listen(self, client: aiomqtt.Client, disconnected: asyncio.Event) -> None:
+    async def _listen(self, client: aiomqtt.Client) -> None:
         """Until the connection ends; raises why."""
-        try:
-            async for _ in client.messages:
-                pass  # handed over already
-        finally:
-            disconnected.set()
-            self._look()
+        async for _ in client.messages:
+            pass  # handed over already
 
     async def _subscribe(self, client: aiomqtt.Client) -> None:
         if not self._subscriptions:
@@ -270,13 +276,13 @@ class BusClient:
         if refused:
             raise aiomqtt.MqttError(f"the broker does not let us read {', '.join(refused)}")
 
-    async def _speak(self, client: aiomqtt.Client, session: int, disconnected: asyncio.Event) -> None:
-        """Publishes what comes, one after the other, until the connection ends or everything is said and we close."""
+    async def _speak(self, client: aiomqtt.Client, session: int) -> None:
+        """Publishes what comes, one after the other, until everything is said and we close."""
         changed = asyncio.Event()
         with self._lock:
             self._wake = (asyncio.get_running_loop(), changed)
             self._stale = True
-        while not disconnected.is_set():
+        while True:
             changed.clear()
             with self._lock:
                 stale, self._stale = self._stale, False
@@ -305,7 +311,7 @@ class BusClient:
 
     async def _steady(self) -> None:
         await asyncio.sleep(STEADY_AFTER_S)
-        if self._short < SHORT_LIMIT:
+        if self._short <= SHORT_LIMIT:
             self._short = 0
         self._change(self._link.steady(time.monotonic()))
 
