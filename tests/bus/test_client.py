@@ -111,6 +111,24 @@ def test_the_present_state_is_kept_for_whoever_comes_later_and_a_goodbye_is_no_l
         assert [s.presence for s in statuses(later, speaker.topic)] == [bus_pb2.PRESENCE_OFFLINE]
 
 
+def test_the_broker_forgets_what_has_expired(running: Broker):
+    identity = new_identity(running.authority)
+    topic = str(Topic("test", Kind.STATUS, identity.id))
+    client = BusClient(parse_bus_url(running.url), "expiring", lambda: identity)
+    client.start()
+    until(lambda: client.health().connected, "the connection")
+    client.close(lambda session: [Outgoing(topic, b"soon forgotten", 1, retain=True, expires_s=1)])
+
+    def kept() -> list[bytes]:
+        with running.client(identity, subscribe=(topic,)) as listener:
+            # What is retained comes before the answer to this.
+            listener.publish(topic.replace("status", "telemetry"), b"")
+            return listener.of(topic)
+
+    assert kept() == [b"soon forgotten"]
+    until(lambda: not kept(), "that it is forgotten", 5.0)
+
+
 def test_the_coordinator_is_heard_everywhere_in_its_job(running: Broker):
     coordinator = running.authority.issue_identity(COORDINATOR, time.time())
     client = BusClient(parse_bus_url(running.url), "test-coordinator", lambda: coordinator)

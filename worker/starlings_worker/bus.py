@@ -23,8 +23,8 @@ from starlings_protos.bus.client import BusClient
 from starlings_protos.bus.outbox import Outgoing
 from starlings_protos.bus.payloads import Form, MalformedPayload
 from starlings_protos.bus.presence import contradicts
-from starlings_protos.bus.topics import Kind, Topic, parse
-from starlings_protos.identity import Identity
+from starlings_protos.bus.topics import Kind, Topic, client_id, parse
+from starlings_protos.identity import Identity, Role
 from starlings_protos.messages import Hello
 from starlings_worker import presence
 from starlings_worker.presence import Standing
@@ -33,6 +33,8 @@ from starlings_worker.presence import Standing
 HINT_EVERY_S = 10.0
 # However often somebody else's word stands where this worker's should: it is set right again at this pace.
 REPAIR_EVERY_S = 10.0
+# The broker forgets who went after this long, where no coordinator is there to clear it.
+GONE_FOR_S = 86_400
 # Samples between two messages; an engine gives one with each of its heartbeats.
 SAMPLES_KEPT = 16
 
@@ -99,7 +101,7 @@ class WorkerBus:
         worker_id, job = self._identity().id, self._job()
         self._client = BusClient(
             place[0],
-            f"{job}-worker-{worker_id}",
+            client_id(job, Role.WORKER, worker_id),
             self._identity,
             standing=self._now,
             will=self._will,
@@ -168,7 +170,9 @@ class WorkerBus:
         worker_id = self._identity().id
         status = presence.status(self._standing, worker_id, state, session, sequence, time.time())
         payload = payloads.encode(status, place[1] if place is not None else Form.PROTOBUF)
-        return status, Outgoing(str(Topic(self._job(), Kind.STATUS, worker_id)), payload, 1, retain=True)
+        expires_s = 0 if state == bus_pb2.PRESENCE_ONLINE else GONE_FOR_S
+        topic = str(Topic(self._job(), Kind.STATUS, worker_id))
+        return status, Outgoing(topic, payload, 1, retain=True, expires_s=expires_s)
 
     def _now(self, session: int) -> tuple[Outgoing, ...]:
         status, word = self._word(bus_pb2.PRESENCE_ONLINE, session, next(self._sequence))
