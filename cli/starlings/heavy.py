@@ -36,7 +36,17 @@ def export(arguments: dict[str, Any], emit: Emit) -> dict[str, Any]:
     )
 
 
-STEPS: dict[str, Callable[[dict[str, Any], Emit], dict[str, Any]]] = {"prepare": prepare, "export": export}
+def codecs(arguments: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    from starlings.codec_figures import rows
+
+    return {"rows": rows()}
+
+
+STEPS: dict[str, Callable[[dict[str, Any], Emit], dict[str, Any]]] = {
+    "prepare": prepare,
+    "export": export,
+    "codecs": codecs,
+}
 
 
 def main() -> int:
