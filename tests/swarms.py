@@ -123,7 +123,8 @@ class LiveSwarm:
             raise
         return self
 
-    def start_coordinator(self) -> None:
+    def start_coordinator(self, port: int = 0) -> None:
+        """On any free port, or on one that its workers know: only who was killed takes its old one by itself."""
         self.invite = self.swarm.start_coordinator(
             [
                 str(self.job),
@@ -132,7 +133,7 @@ class LiveSwarm:
                 "--host",
                 self.host,
                 "--port",
-                "0",
+                str(port),
                 "--enrolment-port",
                 "0",
             ]

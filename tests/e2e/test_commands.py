@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from starlings.main import app
+from support.small_disk import small_disk
 from swarms import LiveSwarm, job_text, prepared_job, starlings, write_job
 
 
@@ -82,25 +83,13 @@ def test_an_absent_job_file_says_who_writes_one(tmp_path: Path) -> None:
     assert "starlings init" in done.err
 
 
-@pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting a small disk needs root"
-)
 def test_a_full_disk_is_code_nine_and_leaves_nothing_prepared(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], check=False, capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("no right to mount here")
-    try:
+    with small_disk(tmp_path / "disk", "256k") as disk:
         job_file = write_job(tmp_path, job_text(4096))
         done = starlings("prepare", job_file, "--dir", disk / "job", cwd=tmp_path)
         assert done.code == 9, done.err
         assert "disk is full" in done.err.lower()
         assert not (disk / "job" / "prepared.json").exists()
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:
@@ -265,12 +254,14 @@ def test_usage_errors_are_code_two(tmp_path: Path) -> None:
         "invite revoke",
     ],
 )
-def test_help_teaches_by_example(command: str, tmp_path: Path) -> None:
-    done = starlings(*command.split(), "--help", cwd=tmp_path)
-    assert done.code == 0
-    assert "Example" in done.out
-    assert f"starlings {command}" in done.out
-    assert "--json" in done.out
+def test_help_teaches_by_example(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: the same program, without the start of a process for each command."""
+    monkeypatch.setenv("COLUMNS", "120")
+    done = CliRunner().invoke(app, [*command.split(), "--help"])
+    assert done.exit_code == 0
+    assert "Example" in done.output
+    assert f"starlings {command}" in done.output
+    assert "--json" in done.output
 
 
 def test_version_is_the_package_s(tmp_path: Path) -> None:
