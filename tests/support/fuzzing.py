@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 INPUTS = 10_000
-MEASURED_INPUTS = 500
+MEASURED_INPUTS = 200
 
 
 @dataclass(frozen=True)

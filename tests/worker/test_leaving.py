@@ -177,8 +177,8 @@ async def test_of_several_workers_one_must_be_named(place: Place):
     assert code == 2
     assert str(one) in errors
     assert str(two) in errors
-    code, out, _ = await place.say("leave", "--all", "--now", "--json")
-    assert code == 0
+    code, out, errors = await place.say("leave", "--all", "--now", "--json")
+    assert code == 0, out + errors
     left = [r["directory"] for r in map(json.loads, out.splitlines()) if r["event"] == "left"]
     assert left == [str(one), str(two)]
 
