@@ -76,13 +76,16 @@ class Twin:
         self.leases: dict[int, Lease] = {}
         self.lives: dict[WorkerId, int] = {}
         self.recorded_at_s: dict[WorkerId, float] = {}
+        # What somebody said to have trained, and no record names yet.
+        self.said: set[tuple[int, int]] = set()
 
     def hear(self, record: Record, now_s: float, forced: bool) -> None:
         match record:
             case WorkerAdmitted():
                 self.lives[record.worker_id] = record.incarnation
             case SampleEpochOpened():
-                assert "free" not in self.where.values(), "a new epoch before the old one is leased"
+                free = {key for key, place in self.where.items() if place == "free"}
+                assert free <= self.said, "a new epoch before the old one is leased"
                 assert all((record.epoch, p) not in self.where for p in range(record.samples))
                 self.where |= {(record.epoch, p): "free" for p in range(record.samples)}
             case LeaseBlockGranted():
@@ -117,6 +120,9 @@ class Twin:
                 raise AssertionError(record)
 
     def _acknowledge(self, record: SamplesAcknowledged) -> None:
+        for number, first, end in (*record.accepted, *record.repeated):
+            epoch = self.leases[number].granted.epoch
+            self.said -= {(epoch, position) for position in range(first, end)}
         for number, first, end in record.accepted:
             lease = self.leases[number]
             assert lease.granted.worker_id == record.worker_id
@@ -199,6 +205,7 @@ class Books(RuleBasedStateMachine):
         assert flaw == ""
         for position in range(*trained):
             self.said.setdefault((granted.lease, position), self.now_s)
+            self.twin.said.add((granted.epoch, position))
         if lease.open:
             lease.runs_out_at_s = self.now_s + LEASE_S
 
@@ -263,6 +270,9 @@ class Books(RuleBasedStateMachine):
             fold(self.state, record_from_json(data), 4, 8)
         self.now_s += asleep_s
         self.said.clear()
+        self.twin.said.clear()
+        # When it wrote last is not stored; no restart is over within the second.
+        self.twin.recorded_at_s.clear()
         for lease in self.twin.leases.values():
             lease.runs_out_at_s = self.now_s + LEASE_S
         self.open_book()
@@ -367,6 +377,29 @@ def test_a_replaced_life_is_fenced_and_what_it_trained_counts_as_repeated(desk: 
     again = book.grant(WORKERS[0], 6, SAMPLES, 3.0)
     assert again is not None
     assert (again.first, again.end, again.incarnation) == (2, 8, 2)
+
+
+def test_blocks_that_are_trained_to_their_ends_are_not_returned_with_others_of_their_worker(
+    desk: Desk,
+) -> None:
+    """The return of the first one writes down that the second one is done."""
+    for ending in ("lost", "a new life", "run out"):
+        book, now_s = desk.book(), 0.0
+        first, second = (book.grant(WORKERS[0], 1, SAMPLES, now_s) for _ in range(2))
+        assert first is not None
+        assert second is not None
+        done = [(second.first, second.end)]
+        assert book.report(WORKERS[0], second.incarnation, second.lease, done, now_s) == ""
+        if ending == "lost":
+            book.lost(WORKERS[0], "it was silent", now_s)
+        elif ending == "a new life":
+            desk.record(WorkerAdmitted(WORKERS[0], second.incarnation + 1, "cpu"))
+            book.due(0.1)
+        else:
+            book.due(LEASE_S)
+        assert not desk.state.leased.blocks, ending
+    assert desk.state.leased.samples_acknowledged == 3
+    assert [r.lease for r in desk.records if isinstance(r, LeaseBlockReturned)] == [0, 2, 4]
 
 
 def test_two_late_reports_of_one_sample_do_not_both_count(desk: Desk) -> None:

@@ -184,6 +184,8 @@ class LeaseBook:
             if now_s - self._recorded_at_s.get(worker_id, float("-inf")) >= every_s:
                 self._write_down(worker_id, now_s)
         for lease, block in sorted(self._leased.blocks.items()):
+            if lease not in self._leased.blocks:
+                continue  # see `_return`: acknowledged whole meanwhile
             if self._incarnations.get(block.worker_id) != block.incarnation:
                 reason = f"a new life of {block.worker_id} began"
                 self._return(lease, self._in_flight_samples, reason, now_s)
@@ -204,8 +206,11 @@ class LeaseBook:
                 self._runs_out_at_s.pop(lease, None)
 
     def _return(self, lease: int, in_doubt: int, reason: str, now_s: float) -> None:
+        block = self._leased.blocks.get(lease)
+        if block is None:
+            return  # the return of another block of its worker wrote down that all of it is trained
         # What it has reported counts, and the rest alone returns.
-        self._write_down(self._leased.blocks[lease].worker_id, now_s)
+        self._write_down(block.worker_id, now_s)
         block = self._leased.blocks.get(lease)
         if block is not None:
             self._record(LeaseBlockReturned(lease, min(in_doubt, size(block.remaining)), reason))
