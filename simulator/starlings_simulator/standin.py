@@ -455,6 +455,10 @@ class StandIn:
             self._send(worker_id, self._commit(self.step, self.attempt))
         self.last_attempt = self.attempt
         self.step, self.attempt = self.step + 1, self.attempts.get(self.step + 1, -1) + 1
+        if self.attempt:
+            # The step was tried before a rewind; a commit lets holders expect its attempt 0.
+            for worker_id in self.holders:
+                self._send(worker_id, StepRestarted(self.step, self.attempt, "comes again after a rewind"))
         if self.step < self.steps:
             self._begin_step()
             return

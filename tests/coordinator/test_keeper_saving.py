@@ -315,6 +315,13 @@ async def test_the_checkpoints_of_another_job_are_left_alone(desk: Desk, other: 
     )
 
 
+def _reports(said: io.BytesIO) -> list[tuple[str | None, Any]]:
+    """What a keeper has said so far after its first word, by kind."""
+    spoken = io.BytesIO(said.getvalue())
+    messages = list(iter(lambda: pipes.read_blocking(spoken, process_pb2.FromKeeper), None))
+    return [(m.WhichOneof("body"), getattr(m, m.WhichOneof("body") or "")) for m in messages[1:]]
+
+
 async def test_a_save_that_runs_is_finished_and_the_newest_order_follows(desk: Desk) -> None:
     """Orders come faster than one can be carried out."""
     donor = await desk.donor()
@@ -335,13 +342,12 @@ async def test_a_save_that_runs_is_finished_and_the_newest_order_follows(desk: D
         await until(lambda: library.served_blocks, "the first order is under way")
         keeper.handle(desk.order(4, donor))
         held.set()
-        await until(lambda: versions(desk.url) == (3, 4), "both are saved")
+        await until(lambda: len(_reports(said)) == 4, "every order has its answer")
     finally:
         held.set()
         await keeper.close()
-    said.seek(0)
-    messages = list(iter(lambda: pipes.read_blocking(said, process_pb2.FromKeeper), None))
-    found = [(m.WhichOneof("body"), getattr(m, m.WhichOneof("body"))) for m in messages[1:]]
+    found = _reports(said)
+    assert versions(desk.url) == (3, 4)
     assert [(kind, body.version) for kind, body in found if kind == "saved"] == [("saved", 3), ("saved", 4)]
     assert [body.version for kind, body in found if kind == "failed"] == [1, 2]
     assert found[0][1].reason == "version 2 is to be saved instead"

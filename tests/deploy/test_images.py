@@ -200,7 +200,8 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
 @pytest.mark.parametrize("name", ["coordinator", "worker"])
 def test_the_image_is_built_and_its_program_starts(name: str, request: pytest.FixtureRequest) -> None:
     image: Image = request.getfixturevalue(name)
-    assert image.executed[0] == "mkdir -p /job /data /invite"
+    folders = "/job /data /invite /broker" if name == "coordinator" else "/job /data /invite"
+    assert image.executed[0] == f"mkdir -p {folders}"
     assert [line.split()[:2] for line in image.executed[1:]] == [["pip", "install"]] * (
         len(image.executed) - 1
     )

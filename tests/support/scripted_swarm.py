@@ -20,15 +20,7 @@ from starlings_job.prepared import load_prepared, load_profile, weights_url
 from starlings_job.records import RecordStore, pack_tokens
 from starlings_job.sampling import samples_of_step
 from starlings_job.schedule import learning_rate
-from starlings_protos import (
-    channels,
-    convert,
-    data_pb2,
-    data_pb2_grpc,
-    messages,
-    pipes,
-    process_pb2,
-)
+from starlings_protos import channels, convert, data_pb2, data_pb2_grpc, messages, pipes, process_pb2
 from starlings_protos.assignments import assignment_key_der, sign_assignment
 from starlings_protos.authority import CertificateAuthority
 from starlings_protos.identity import KEEPER, Identity, PeerIdentity, Role, key_id, key_to_pem, new_key
@@ -166,6 +158,7 @@ class ScriptedSwarm:
         self.engines: list[Engine] = []
         self.plan_version = 0
         self.incarnation = 1
+        self.strangers: list[Identity] = []  # In the plan as well, and no engines.
         self.keeper_service = _KeeperService()
         self._adopt(job_directory)
         self.authority = CertificateAuthority.create(self.job.job.name, time.time())
@@ -299,7 +292,8 @@ class ScriptedSwarm:
     ) -> Assignment:
         """Of `engine.span`, among those that hold one."""
         assert engine.span is not None
-        peers = tuple(
+        peers = [Peer(WorkerId(s.id), (), Span(0, 0), self.incarnation) for s in self.strangers]
+        peers += (
             Peer(e.id, e.addresses, e.span, self.incarnation, slots=slots)
             for e in self.engines
             if e is not engine and e.span is not None and not e.observes
@@ -310,7 +304,7 @@ class ScriptedSwarm:
             engine.span,
             version,
             tuple(Peer(d.id, d.addresses, d.span) for d in donors) or (self._keeper,),
-            peers,
+            tuple(peers),
             slots,
             recompute,
             "all",

@@ -51,6 +51,7 @@ async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scrip
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     async with ScriptedSwarm(job, "support.hasty_engine") as swarm:
         first, last = await swarm.start({"PYTHONPATH": path}, {"PYTHONPATH": path})
+        swarm.strangers = [swarm.new_identity()]
         await swarm.assign(
             (Stage(0, 2), Stage(3, 5)), {first.id: Span(0, 0), last.id: Span(1, 1)}, slots=SLOTS
         )
@@ -94,8 +95,8 @@ class Hostile:
 
 @asynccontextmanager
 async def hostile(swarm: ScriptedSwarm) -> AsyncIterator[Hostile]:
-    """Against the last engine, which the first one sends its microbatches to."""
-    identity = swarm.new_identity()
+    """In the plan, and against the last engine, which the first one sends its microbatches to."""
+    (identity,) = swarm.strangers
     victim = next(e for e in swarm.engines if e.span == Span(1, 1))
     async with channels.peer_channel(victim.addresses[0], victim.id, identity) as channel:
         yield Hostile(swarm, data_pb2_grpc.DataStub(channel), identity.id, victim)

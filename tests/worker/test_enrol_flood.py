@@ -76,6 +76,8 @@ async def test_a_flood_of_wrong_tokens_keeps_nobody_out(tmp_path: Path, at_once:
         assert joined.membership.worker_id
         assert answers.total() == FLOOD
         coded = {Refusal.INVITE_WRONG, Refusal.LIMIT, Refusal.BUSY}
-        assert set(answers) <= (coded if at_once == 1 else {*coded, NOT_LOOKED_AT})
+        uncoded = set(answers) - coded
+        # The library puts these words in other ones when the connection went on meanwhile.
+        assert all(at_once > 1 and NOT_LOOKED_AT in str(words) for words in uncoded), uncoded
         assert answers[Refusal.INVITE_WRONG] <= 50
         assert psutil.Process().memory_info().rss - before < 64 << 20
