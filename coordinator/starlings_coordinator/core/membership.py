@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # The protocol versions that this coordinator speaks.
 PROTOCOL_MIN, PROTOCOL_MAX = 1, 1
 MEMBERS_MOST = 10_000
+_UNMEASURED = (MemberState.JOINING, MemberState.PROBING)
 
 
 class Membership:
@@ -43,6 +44,9 @@ class Membership:
         # Dismissed workers: how often, and until when no plan counts on them. Soft: a restart forgives.
         self._set_aside: dict[WorkerId, tuple[int, float, str]] = {}
         self._slowest = SlowestBeat(core.config.timings.heartbeat_told_s)
+        # Who may be JOINING or PROBING, by host: all that are, and some that are not any more. To look through ten
+        # thousand members whenever one joins would take as long as everything else about joining.
+        self._unmeasured: dict[str, set[WorkerId]] = {}
 
     def _changed(self) -> None:
         self.changed_at_s = self._core.now.monotonic_s
@@ -87,6 +91,7 @@ class Membership:
         member = Member(hello.worker_id, hello, 0, session, detector)
         member.grace_s, member.connected_wall_s = timings.reconnect_grace_s, core.now.wall_s
         core.members[hello.worker_id] = member
+        self._to_be_measured(member)
         return member
 
     @property
@@ -170,6 +175,7 @@ class Membership:
         """The same life on a new stream. Messages may have been lost both ways, so what it does is begun anew."""
         core = self._core
         member.session, member.hello, member.disconnected_at_s = session, hello, None
+        self._to_be_measured(member)
         member.grace_s, member.connected_wall_s = core.config.timings.reconnect_grace_s, core.now.wall_s
         if member.state is MemberState.TRAINING:
             member.reason = ""
@@ -182,7 +188,7 @@ class Membership:
         elif member.reason and member.state is MemberState.STANDBY:
             core.desk.send(member, Standby(member.reason))
         self._changed()
-        self._probe_next()
+        self._probe_next(member.host)
 
     def _new_life(self, member: Member) -> None:
         core = self._core
@@ -192,9 +198,10 @@ class Membership:
         core.desk.record(WorkerAdmitted(member.worker_id, incarnation, member.hello.device, member.hello))
         member.incarnation = incarnation
         member.state, member.reason = MemberState.JOINING, "waits for its turn to be measured"
+        self._to_be_measured(member)
         member.probe, member.ready, member.probe_started_at_s = None, None, None
         member.wish = 0
-        self._probe_next()
+        self._probe_next(member.host)
         if member.state is MemberState.JOINING:
             core.desk.send(member, self._welcome(member, probe_now=False))
 
@@ -216,22 +223,31 @@ class Membership:
 
     @property
     def is_measuring(self) -> bool:
-        unmeasured = (MemberState.JOINING, MemberState.PROBING)
-        return any(m.here and m.state in unmeasured for m in self._core.members.values())
+        return any(m.here for host in tuple(self._unmeasured) for m in self._to_measure(host))
 
-    def _probe_next(self) -> None:
+    def _to_be_measured(self, member: Member) -> None:
+        self._unmeasured.setdefault(member.host, set()).add(member.worker_id)
+
+    def _to_measure(self, host: str) -> list[Member]:
+        """Members of a host that are JOINING or PROBING, by id."""
+        known = (self._core.members.get(worker_id) for worker_id in sorted(self._unmeasured.get(host, ())))
+        found = [m for m in known if m is not None and m.host == host and m.state in _UNMEASURED]
+        if found:
+            self._unmeasured[host] = {m.worker_id for m in found}
+        else:
+            self._unmeasured.pop(host, None)
+        return found
+
+    def _probe_next(self, host: str) -> None:
         """One probe per host at a time: workers of one machine would measure each other."""
         core = self._core
-        waiting = [m for m in core.members.values() if m.state is MemberState.JOINING and m.here]
-        if not waiting:
+        here = [m for m in self._to_measure(host) if m.here]
+        if any(m.state is MemberState.PROBING for m in here):
             return
-        busy = {m.host for m in core.members.values() if m.state is MemberState.PROBING and m.here}
-        for member in sorted(waiting, key=lambda m: m.worker_id):
-            if member.host not in busy:
-                busy.add(member.host)
-                member.state, member.reason = MemberState.PROBING, "its device is being measured"
-                member.probe_started_at_s = core.now.monotonic_s
-                core.desk.send(member, self._welcome(member, probe_now=True))
+        for member in here[:1]:
+            member.state, member.reason = MemberState.PROBING, "its device is being measured"
+            member.probe_started_at_s = core.now.monotonic_s
+            core.desk.send(member, self._welcome(member, probe_now=True))
 
     def probed(self, member: Member, report: ProbeReport) -> None:
         if member.state not in (MemberState.PROBING, MemberState.STANDBY):
@@ -252,7 +268,7 @@ class Membership:
             if member.set_aside_until_s is not None or self._core.plan_is_live:
                 self._core.desk.send(member, Standby(member.reason))
         self._changed()
-        self._probe_next()
+        self._probe_next(member.host)
 
     def _reason_to_stand_by(self, member: Member) -> str:
         _, until_s, why = self._set_aside.get(member.worker_id, (0, 0.0, ""))
@@ -274,7 +290,7 @@ class Membership:
         member.disconnected_at_s = self._core.now.monotonic_s
         if worker_id not in self._core.state.spans or not self._core.plan_is_live:
             self._changed()
-        self._probe_next()
+        self._probe_next(member.host)
 
     def engine_down(self, member: Member, message: EngineDown) -> None:
         """The supervisor is still there; a new engine is a new incarnation."""
@@ -286,7 +302,7 @@ class Membership:
             self._new_life(member)
         else:
             member.state, member.reason, member.probe = MemberState.STANDBY, message.reason, None
-            self._probe_next()
+            self._probe_next(member.host)
 
     def leaving(self, member: Member, message: Leaving) -> None:
         if member.leaving is not None:
@@ -308,7 +324,7 @@ class Membership:
         self._forget(member, "it left in order")
         self._vacate(member, f"{member.worker_id} left")
         self._changed()
-        self._probe_next()
+        self._probe_next(member.host)
 
     def revoked(self, worker_id: WorkerId) -> None:
         self._revoked.add(worker_id)
@@ -344,7 +360,7 @@ class Membership:
         self._forget(member, reason)
         self._vacate(member, f"{member.worker_id} was lost: {reason}")
         self._changed()
-        self._probe_next()
+        self._probe_next(member.host)
 
     def _forget(self, member: Member, reason: str) -> None:
         """Recorded, so that a restarted coordinator does not go on with a life that this one gave up."""

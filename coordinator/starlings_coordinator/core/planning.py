@@ -43,6 +43,11 @@ if TYPE_CHECKING:
     from starlings_coordinator.core.core import Core
 
 
+# While this many gather, what they wait for is looked at this often and not at each message: a look is at everybody,
+# and ten thousand that join at once would cost a minute and a half of it.
+CROWD, CROWD_LOOK_S = 500, 0.5
+
+
 class Planning:
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -58,6 +63,7 @@ class Planning:
         self._retry: tuple[float, str] | None = None
         # Since when enough workers are there to plan with.
         self._enough_since_s: float | None = None
+        self._looked_at_s = float("-inf")
 
     # ------------------------------------------------------------------ the keeper
 
@@ -90,6 +96,9 @@ class Planning:
     def go_on(self) -> None:
         core = self._core
         if core.phase is Phase.GATHERING:
+            if len(core.members) >= CROWD and core.now.monotonic_s < self._looked_at_s + CROWD_LOOK_S:
+                return
+            self._looked_at_s = core.now.monotonic_s
             reason = self._obstacle()
             if reason is None:
                 self._ask()
