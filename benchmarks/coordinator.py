@@ -70,9 +70,9 @@ def prepare(directory: Path) -> Path:
 class Generator:
     """One process of simulated workers."""
 
-    def __init__(self, order: dict[str, Any]) -> None:
+    def __init__(self, order: dict[str, Any], load: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(LOAD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(load)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.tell(json.dumps(order))
 
@@ -95,11 +95,11 @@ class Generator:
 
 
 @contextmanager
-def generators(orders: Sequence[dict[str, Any]]) -> Iterator[list[Generator]]:
+def generators(orders: Sequence[dict[str, Any]], load: Path = LOAD) -> Iterator[list[Generator]]:
     running: list[Generator] = []
     try:
         for order in orders:
-            running.append(Generator(order))
+            running.append(Generator(order, load))
         yield running
     finally:
         for generator in running:

@@ -58,6 +58,9 @@ class Counted:
 class Worker:
     """One control stream that says what an idle worker says."""
 
+    # Between two messages with counters on the stream.
+    counters_every_s = TELEMETRY_INTERVAL_S
+
     def __init__(self, identity: Identity, control: str, counted: Counted, number: int) -> None:
         self.identity, self.counted = identity, counted
         self.host_id = f"host-{identity.id}"
@@ -67,6 +70,12 @@ class Worker:
         self.sent_at_s: float | None = None
         self.rng = random.Random(number)
         self.tasks: list[asyncio.Task[None]] = []
+        # A call takes one message at a time.
+        self.writing = asyncio.Lock()
+
+    async def say(self, message: control_pb2.ToCoordinator) -> None:
+        async with self.writing:
+            await self.call.write(message)
 
     async def join(self) -> None:
         """From the TCP connection to the Welcome."""
@@ -93,7 +102,7 @@ class Worker:
             report.forward_seconds[kind] = report.backward_seconds[kind] = 0.01
         report.memory_bytes = 8 << 30
         report.addresses.append("127.0.0.1:7710")
-        await self.call.write(message)
+        await self.say(message)
 
     def begin(self) -> None:
         self.tasks = [asyncio.create_task(self.read()), asyncio.create_task(self.beat())]
@@ -109,15 +118,15 @@ class Worker:
         for kind in SPENT:
             setattr(sample, kind, self.rng.uniform(0, 1e4))
         next_s = time.monotonic() + self.interval_s * self.rng.random()
-        counted_s = time.monotonic() - TELEMETRY_INTERVAL_S * self.rng.random()
+        counted_s = time.monotonic() - min(self.counters_every_s, 60.0) * self.rng.random()
         while True:
             await asyncio.sleep(max(0.0, next_s - time.monotonic()))
             heartbeat.progress += 1
-            if time.monotonic() - counted_s >= TELEMETRY_INTERVAL_S:
+            if time.monotonic() - counted_s >= self.counters_every_s:
                 counted_s = time.monotonic()
-                await self.call.write(counters)
+                await self.say(counters)
             self.sent_at_s = time.monotonic()
-            await self.call.write(message)
+            await self.say(message)
             self.counted.beats += 1
             next_s += self.interval_s
 

@@ -9,6 +9,7 @@ from starlings_coordinator.core.digests import odd_ones
 from starlings_coordinator.core.effects import ComputePlan
 from starlings_coordinator.core.members import Member, MemberState
 from starlings_coordinator.core.phase import Phase
+from starlings_coordinator.core.plan_flaws import flaw_of
 from starlings_coordinator.core.records import PlanAdopted, PlanDropped, PlanLoaded, StepRetried
 from starlings_coordinator.core.traffic import traffic_words
 from starlings_coordinator.core.views import gossip_peers
@@ -203,35 +204,13 @@ class Planning:
             core.desk.announce("plan", f"no plan: {reply.impossible}")
             return
         spans = {p.worker_id: p.span for p in reply.workers if p.span is not None}
-        flaw = self._flaw(reply, spans)
+        there = {m.worker_id for m in self._usable()}
+        most = 0 if core.state.stages else core.config.job.stages_most
+        flaw = flaw_of(reply, spans, there, len(core.config.profile.blocks), most)
         if flaw:
             self._retry_later(f"the planner's answer is wrong: {flaw}")
             return
         self._adopt(reply, spans)
-
-    def _flaw(self, reply: PlanReply, spans: dict[WorkerId, Span]) -> str:
-        """A plan comes from another process: it is checked before anybody acts on it."""
-        core, blocks = self._core, len(self._core.config.profile.blocks)
-        at = 0
-        for stage in reply.stages:
-            if stage.first_block != at or stage.last_block < stage.first_block:
-                return "the stages do not follow each other"
-            at = stage.last_block + 1
-        if at != blocks:
-            return f"the stages cover {at} of {blocks} blocks"
-        most = core.config.job.stages_most
-        if most and len(reply.stages) > most and not core.state.stages:
-            return f"{len(reply.stages)} stages, where the pipeline's codec bears {most}"
-        for worker_id, span in spans.items():
-            member = core.members.get(worker_id)
-            if member is None or not member.usable:
-                return f"{worker_id} is not there"
-            if not 0 <= span.first_stage <= span.last_stage < len(reply.stages):
-                return f"{worker_id} has no valid span"
-        for stage_index in range(len(reply.stages)):
-            if not any(stage_index in span for span in spans.values()):
-                return f"nobody holds stage {stage_index}"
-        return ""
 
     def _adopt(self, reply: PlanReply, spans: dict[WorkerId, Span]) -> None:
         core, state = self._core, self._core.state
