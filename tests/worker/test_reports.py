@@ -17,7 +17,7 @@ from starlings_protos.authority import CertificateAuthority
 from starlings_protos.identity import COORDINATOR, Identity
 from starlings_worker.bus import WorkerBus
 from starlings_worker.meters import Meters
-from starlings_worker.reports import Reports, counters_due_s
+from starlings_worker.reports import Reports, begins_anew, counters_due_s
 from support.broker import free_port, new_identity
 
 
@@ -29,6 +29,22 @@ def test_a_short_run_is_seen_and_a_long_one_is_cheap(
     age_s: float, heartbeat_s: float, telemetry_s: float, due_s: float
 ) -> None:
     assert counters_due_s(age_s, heartbeat_s, telemetry_s) == due_s
+
+
+def counted(incarnation: int, wait_s: float) -> control_pb2.Telemetry:
+    return control_pb2.Telemetry(
+        incarnation=incarnation, samples=[control_pb2.TelemetrySample(wait_s=wait_s)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("known", "now", "anew"),
+    [((1, 0), (1, 0), False), ((1, 0), (2, 0), True), ((1, 0), (1, 0.5), True), ((1, 0.5), (1, 9), False)],
+)
+def test_a_new_engine_and_the_beginning_of_training_are_news(
+    known: tuple[int, float], now: tuple[int, float], anew: bool
+) -> None:
+    assert begins_anew(counted(*known), counted(*now)) == anew
 
 
 def test_counters_are_those_of_the_meters() -> None:

@@ -17,15 +17,21 @@ from starlings_worker.bus import WorkerBus
 
 # However rare heartbeats are in a large swarm, the engine is looked after this often.
 LOOK_EVERY_S = 5.0
-# Counters are this fraction of the engine's age old, until their interval is reached: a short run is seen too.
+# Counters are this fraction of the training's age old, until their interval is reached: a short run is seen too.
 AGE_SHARE = 0.1
 # While the broker is away.
 SUMMARY_EVERY_S = 60.0
 
 
 def counters_due_s(age_s: float, heartbeat_s: float, telemetry_s: float) -> float:
-    """From one report of counters to the next, for an engine of that age."""
+    """From one report of counters to the next, for an engine that began anew that long ago."""
     return min(telemetry_s, max(heartbeat_s, AGE_SHARE * age_s))
+
+
+def begins_anew(known: control_pb2.Telemetry, now: control_pb2.Telemetry) -> bool:
+    """Whether the engine is another one, or has just begun to train: waiting is counted from then on."""
+    waited = [any(sample.wait_s > 0 for sample in said.samples) for said in (known, now)]
+    return known.incarnation != now.incarnation or waited == [False, True]
 
 
 class Reports:
@@ -50,7 +56,6 @@ class Reports:
         self._look_after = look_after
         self._heartbeat = control_pb2.ToCoordinator(heartbeat=control_pb2.Heartbeat())
         self._heartbeat_interval_s = 2.0
-        # Of the engine's present life.
         self._counters: control_pb2.ToCoordinator | None = None
         self._counters_since_s = 0.0
         # 0 = the coordinator wants none.
@@ -63,7 +68,7 @@ class Reports:
                 self._heartbeat = message
             case "telemetry":
                 known = self._counters
-                if known is None or known.telemetry.incarnation != message.telemetry.incarnation:
+                if known is None or begins_anew(known.telemetry, message.telemetry):
                     self._counters_since_s = time.monotonic()
                 self._counters = message
                 self._bus.sampled(message.telemetry)
