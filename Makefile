@@ -9,10 +9,11 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: setup demo test test-slow lint protos dist clean
 
 # constraints-dev.txt pins torch for development only, so that everybody's tests run the same kernels.
+# Without --no-compile half of the time goes into bytecode of torch that nobody imports.
 $(STAMP): pyproject.toml constraints-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Starlings needs Python 3.11 or newer: make PYTHON=python3.11 setup")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints-dev.txt -e '.[dev]'
 	@touch $@
 
 setup: $(STAMP)

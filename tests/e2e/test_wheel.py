@@ -102,6 +102,7 @@ def test_help_and_init_work_outside_the_repository(installed: Path, tmp_path: Pa
     assert (tmp_path / "job.toml").is_file()
 
 
+@pytest.mark.slow
 def test_a_short_demo_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     command = str(installed.parent / "starlings")
     out = run(

@@ -265,6 +265,12 @@ def token_record() -> Parser:
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))
 def test_any_bytes_give_a_result_or_a_coded_error(name: str) -> None:
+    check_parser(name, BUILDERS[name](), share=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_many_more_bytes_do_too(name: str) -> None:
     check_parser(name, BUILDERS[name]())
 
 
