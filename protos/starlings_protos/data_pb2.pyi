@@ -229,6 +229,7 @@ class ExchangeHeader(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
     PLAN_VERSION_FIELD_NUMBER: _builtins.int
+    PASS_NUMBER_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     attempt: _builtins.int
     group: _builtins.str
@@ -237,6 +238,8 @@ class ExchangeHeader(_message.Message):
     """Part number: the owner's position among the group's sorted members."""
     plan_version: _builtins.int
     """The plan that the sender works under."""
+    pass_number: _builtins.int
+    """0, or 1 in the second pass of an exchange that has two: of `lowrank` the left factors are summed, then the right ones."""
     def __init__(
         self,
         *,
@@ -245,10 +248,11 @@ class ExchangeHeader(_message.Message):
         group: _builtins.str = ...,
         part: _builtins.int = ...,
         plan_version: _builtins.int = ...,
+        pass_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group", b"group", "part", b"part", "plan_version", b"plan_version", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group", b"group", "part", b"part", "pass_number", b"pass_number", "plan_version", b"plan_version", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

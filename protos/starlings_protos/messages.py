@@ -436,6 +436,7 @@ class ExchangeHeader:
     group: str
     part: int
     plan_version: int
+    pass_number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

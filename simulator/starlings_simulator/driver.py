@@ -126,6 +126,8 @@ class Driver:
         self.now_s = 0.0
         self.rng = random.Random(seed)
         self.effects: list[Effect] = []
+        # Of every exchange.
+        self.passes = 1
 
     def handle(self, event: Event) -> list[Effect]:
         self.effects = list(self.core.handle(event, self.now_s, self.rng))
@@ -177,7 +179,9 @@ class Driver:
             case OpenExchange():
                 return ExchangePrepared(effect.step, effect.attempt, effect.group.group)
             case ReducePart():
-                return PartReduced(effect.step, effect.attempt, effect.group)
+                return PartReduced(effect.step, effect.attempt, effect.group, effect.pass_number)
+            case Assemble() if effect.pass_number + 1 < self.passes:
+                return ExchangePrepared(effect.step, effect.attempt, effect.group, effect.pass_number + 1)
             case Assemble():
                 return AggregateAssembled(effect.step, effect.attempt, effect.group, 99, 2.5)
             case ApplyStep():

@@ -84,7 +84,8 @@ MOMENTS: dict[type, Moment] = {
     Load: Moment.LOAD,
     ReplayStep: Moment.REPLAY,
 }
-PartKey = tuple[Leg, int, int, str, int, WorkerId]
+# (leg, step, attempt, group, pass, part, sender)
+PartKey = tuple[Leg, int, int, str, int, int, WorkerId]
 # Workers with nothing to do are looked at less often.
 TICK_S, IDLE_TICK_S = 0.5, 1.0
 
@@ -101,6 +102,8 @@ class EngineSpec:
     exchange_failure: float = 0.0
     # Of how many steps it keeps the updates at most.
     updates_most: int = 64
+    # In which gradients are summed up.
+    passes: int = 1
 
 
 class Engine:
@@ -335,7 +338,9 @@ class Engine:
         vector = self.device.vectors.get(header.group)
         require(vector is not None, f"{self.spec.worker_id}: no vector for {header}")
         assert vector is not None
-        payload = vector.own if effect.leg is Leg.CONTRIBUTION else vector.aggregates.get(vector.position)
+        require(header.pass_number < len(vector.passes), f"{self.spec.worker_id}: {header} is ahead")
+        made = vector.passes[header.pass_number]
+        payload = made.own if effect.leg is Leg.CONTRIBUTION else made.aggregates.get(vector.position)
         require(payload is not None, f"{self.spec.worker_id}: nothing reduced for {header}")
 
         def report(outcome: Outcome) -> None:
@@ -443,18 +448,22 @@ class Engine:
             device.open(effect.group, effect.purpose, effect.part)
             self.handle(ExchangePrepared(effect.step, effect.attempt, name))
             return
-        vector = device.vectors[name]
-        for key, piece in self.parts.items():
-            if key[1:4] == (effect.step, effect.attempt, name):
+        number = effect.pass_number
+        present = device.arrived(name, number)
+        for key, part in self.parts.items():
+            if key[1:5] == (effect.step, effect.attempt, name, number):
                 if key[0] is Leg.CONTRIBUTION:
-                    vector.contributions[key[5]] = piece
+                    present.contributions[key[6]] = part
                 else:
-                    vector.aggregates[key[4]] = piece
+                    present.aggregates[key[5]] = part
         if isinstance(effect, ReducePart):
-            device.reduce(name)
-            self.handle(PartReduced(effect.step, effect.attempt, name))
+            device.reduce(name, number)
+            self.handle(PartReduced(effect.step, effect.attempt, name, number))
             return
-        piece = device.assemble(name)
+        piece = device.assemble(name, number)
+        if piece is None:
+            self.handle(ExchangePrepared(effect.step, effect.attempt, name, number + 1))
+            return
         digest = int(fingerprint(piece), 16)
         norm = device.squared_norm(name, effect.step)
         self.handle(AggregateAssembled(effect.step, effect.attempt, name, digest, norm))
@@ -477,7 +486,7 @@ class Engine:
 
 
 def part_key(leg: Leg, header: ExchangeHeader, sender: WorkerId) -> PartKey:
-    return (leg, header.step, header.attempt, header.group, header.part, sender)
+    return (leg, header.step, header.attempt, header.group, header.pass_number, header.part, sender)
 
 
 def explain(outcome: Outcome) -> tuple[bool, Refusal, str]:

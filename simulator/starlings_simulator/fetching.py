@@ -45,6 +45,7 @@ class Fetching:
             states,
             self._engine.spec.numeric_class,
             plan_version=assignment.plan_version,
+            passes=self._engine.spec.passes,
         )
         self._engine.world.checker.assigned(assignment)
         self._engine.world.checker.loaded(worker_id, engine.device, observes=assignment.observer)

@@ -38,6 +38,8 @@ class Scenario:
     checkpoint_every: int
     # Of how many steps a donor keeps the updates at most.
     updates_most: int
+    # In which gradients are summed up: two for linear codecs.
+    passes: int
     faults: tuple[Fault, ...]
 
     @property
@@ -117,6 +119,7 @@ def draw(seed: int, *, calm: bool = False, may_lose_coverage: bool | None = None
         tied=rng.random() < 0.4,
         checkpoint_every=rng.choice([0, 1, 2, 3]),
         updates_most=rng.choice([2, 64, 64]),
+        passes=rng.choice([1, 2]),
         faults=() if calm else faults,
     )
 

@@ -142,6 +142,7 @@ class Simulation:
             scenario.load_failure,
             scenario.exchange_failure,
             scenario.updates_most,
+            scenario.passes,
         )
         spec = HostSpec(
             engine,

@@ -3,8 +3,9 @@ committed.
 
 A gradient accumulator of a stage is a Counter of tags (step, attempt, index). A group's vector is cut into
 one piece per member; each piece carries the same tags, so that an aggregate which mixes attempts, misses a
-part or counts one twice is seen in some piece. A block's state is a string: equal strings are equal weights,
-bit for bit.
+part or counts one twice is seen in some piece. In a second pass the tags say beside which first sum they stand:
+all members must have come to the same, and the second sum must be of what the first was of. A block's state is a
+string: equal strings are equal weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -78,15 +79,24 @@ class Tensors:
 
 
 @dataclass(slots=True)
+class Pass:
+    """What goes round in one pass."""
+
+    own: Piece
+    contributions: dict[WorkerId, Piece] = field(default_factory=dict)
+    aggregates: dict[int, Piece] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Vector:
-    """A group's flat vector in exchange form."""
+    """A group's flat vector in exchange form. Passes that are over are kept: others may still need what is in them."""
 
     group: ExchangeGroup
     purpose: ExchangePurpose
     position: int
-    own: Piece
-    contributions: dict[WorkerId, Piece] = field(default_factory=dict)
-    aggregates: dict[int, Piece] = field(default_factory=dict)
+    passes: list[Pass]
+    # How many there are to be.
+    passes_wanted: int = 1
     assembled: Piece | None = None
 
 
@@ -124,6 +134,12 @@ def merge(pieces: list[tuple[Piece, float]]) -> Piece:
     return tuple(sorted(total.items(), key=lambda item: repr(item[0])))
 
 
+def beside(piece: Piece, first_sum: Piece) -> Piece:
+    """What a member contributes to a second pass, after the first came to `first_sum`."""
+    mark = "@" + fingerprint(first_sum)
+    return tuple(((f"{tag[0]}{mark}", *tag[1:]), weight) for tag, weight in piece)
+
+
 @dataclass(slots=True)
 class Device:
     """One engine's span. `states[block]`; `gradients[stage]`; `vectors[group]` of the present round."""
@@ -137,6 +153,8 @@ class Device:
     lineage: str = ""
     # Under which it was loaded.
     plan_version: int = 0
+    # In which gradients are summed up.
+    passes: int = 1
     gradients: dict[int, Counter[Tag]] = field(default_factory=dict)
     vectors: dict[str, Vector] = field(default_factory=dict)
 
@@ -188,41 +206,58 @@ class Device:
             own = merge([(self._gradient(stage, end), 1.0) for stage, end in ends if stage in self.span])
         else:
             own = merge([(self._gradient(int(group.group.partition(":")[2]), ""), 1.0)])
-        self.vectors[group.group] = Vector(group, purpose, position, own)
+        passes = self.passes if purpose is ExchangePurpose.GRADIENT else 1
+        self.vectors[group.group] = Vector(group, purpose, position, [Pass(own)], passes)
 
     def _gradient(self, stage: int, end: str) -> Piece:
         tags = self.gradients.get(stage, Counter[Tag]())
         return tuple(((end, *tag[1:]), float(count)) for tag, count in tags.items())
 
-    def reduce(self, name: str) -> Piece:
-        """The sum over the group's contributors for this worker's own part."""
+    def arrived(self, name: str, pass_number: int) -> Pass:
+        """Where parts of a pass belong."""
         vector = self.vectors[name]
+        require(pass_number == len(vector.passes) - 1, f"{name}: pass {pass_number} is not the present one")
+        return vector.passes[pass_number]
+
+    def reduce(self, name: str, pass_number: int = 0) -> Piece:
+        """The sum over the group's contributors for this worker's own part."""
+        vector, present = self.vectors[name], self.arrived(name, pass_number)
         pieces: list[tuple[Piece, float]] = []
         for index, member in enumerate(vector.group.members):
             if member.weight <= 0.0:
                 continue
             if index == vector.position:
-                pieces.append((vector.own, member.weight))
+                pieces.append((present.own, member.weight))
             else:
                 require(
-                    member.worker_id in vector.contributions, f"{name}: reduced without {member.worker_id}"
+                    member.worker_id in present.contributions, f"{name}: reduced without {member.worker_id}"
                 )
-                pieces.append((vector.contributions[member.worker_id], member.weight))
-        vector.aggregates[vector.position] = merge(pieces)
-        return vector.aggregates[vector.position]
+                pieces.append((present.contributions[member.worker_id], member.weight))
+        present.aggregates[vector.position] = merge(pieces)
+        return present.aggregates[vector.position]
 
-    def assemble(self, name: str) -> Piece:
-        vector = self.vectors[name]
+    def assemble(self, name: str, pass_number: int = 0) -> Piece | None:
+        """What came of the last pass; None when the next one begins."""
+        vector, present = self.vectors[name], self.arrived(name, pass_number)
         if len(vector.group.members) == 1:
-            vector.assembled = vector.own
-            return vector.own
+            vector.assembled = present.own
+            return present.own
         wanted = [index for index, member in enumerate(vector.group.members) if member.share > 0.0]
-        missing = [index for index in wanted if index not in vector.aggregates]
+        missing = [index for index in wanted if index not in present.aggregates]
         require(not missing, f"{name}: assembled without parts {missing}")
-        pieces = {vector.aggregates[index] for index in wanted}
+        pieces = {present.aggregates[index] for index in wanted}
         require(len(pieces) == 1, f"{name}: the parts are sums of different contributions")
-        vector.assembled = vector.aggregates[wanted[0]]
-        return vector.assembled
+        (piece,) = pieces
+        first = vector.passes[0]
+        if pass_number + 1 < vector.passes_wanted:
+            vector.passes.append(Pass(beside(first.own, piece)))
+            return None
+        if pass_number:
+            (summed,) = {first.aggregates[index] for index in wanted}
+            require(piece == beside(summed, summed), f"{name}: {piece} does not belong to {summed}")
+            piece = summed
+        vector.assembled = piece
+        return piece
 
     def squared_norm(self, name: str, step: int) -> float:
         if name == "tied":
@@ -279,7 +314,7 @@ class Device:
         """Another worker's aggregates, applied as one's own would be."""
         for name, piece in pieces.items():
             group = ExchangeGroup(name, ())
-            self.vectors[name] = Vector(group, ExchangePurpose.GRADIENT, 0, (), assembled=piece)
+            self.vectors[name] = Vector(group, ExchangePurpose.GRADIENT, 0, [], assembled=piece)
         self.apply(step, rate, clip)
 
     def adopt(self) -> None:

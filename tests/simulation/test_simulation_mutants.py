@@ -19,9 +19,10 @@ from starlings_protos.messages import MicrobatchHeader, Prepared, Receipt, StepR
 from starlings_worker.core import flow, table
 from starlings_worker.core.device import DeviceQueue
 from starlings_worker.core.effects import ForgetMicrobatch
-from starlings_worker.core.events import Direction, MicrobatchSent
+from starlings_worker.core.events import Direction, Leg, MicrobatchSent
 from starlings_worker.core.exchange import GroupRound, Round
 from starlings_worker.core.microbatches import Held, Phase
+from starlings_worker.core.parts import PartStore
 from starlings_worker.core.training import Training
 from support.simulated import first_that_notices, rough, seeds_from
 
@@ -101,6 +102,29 @@ def reduce_without_waiting(patch: pytest.MonkeyPatch) -> None:
         return not group.alone and group.owns_part and not group.reducing
 
     patch.setattr(Round, "_may_reduce", may_reduce)
+
+
+def forget_the_first_pass(patch: pytest.MonkeyPatch) -> None:
+    """Whoever is in the second pass sends nothing of the first any more, though others may still need it."""
+    whole = GroupRound.begin_pass
+
+    def begin_pass(self: GroupRound, pass_number: int) -> None:
+        self.transfers.clear()
+        whole(self, pass_number)
+
+    patch.setattr(GroupRound, "begin_pass", begin_pass)
+
+
+def take_a_part_for_any_pass(patch: pytest.MonkeyPatch) -> None:
+    """What came in the first pass counts as here in the second."""
+    whole = PartStore.here
+
+    def here(
+        self: PartStore, leg: Leg, epoch: Any, group: str, number: int, part: int, who: WorkerId
+    ) -> bool:
+        return whole(self, leg, epoch, group, 0, part, who)
+
+    patch.setattr(PartStore, "here", here)
 
 
 def compute_the_next_step_early(patch: pytest.MonkeyPatch) -> None:
@@ -197,6 +221,8 @@ MUTANTS: Mapping[Patch, int] = {
     forget_who_was_accumulated: 11,
     send_an_unknown_fate_to_another: 13,
     reduce_without_waiting: 1,
+    forget_the_first_pass: 0,
+    take_a_part_for_any_pass: 0,
     compute_the_next_step_early: 38,
     lease_twice: 0,
     forget_what_is_still_needed: 9,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -36,7 +37,7 @@ from starlings_simulator.network import (
 )
 from starlings_simulator.plans import draw_plan
 from starlings_simulator.scenario import draw
-from starlings_simulator.symbolic import Device, Inconsistent, Tensors
+from starlings_simulator.symbolic import Device, Inconsistent, Tensors, beside
 from starlings_simulator.transcript import Transcript, shorten
 from starlings_worker.core.admission import Admission, Duplicate, Rejection
 from starlings_worker.core.events import Direction
@@ -230,12 +231,12 @@ def test_the_mean_of_equal_states_is_that_state_and_of_unlike_ones_the_same_new_
             one.open(ExchangeGroup("stage:0", members), ExchangePurpose.STATE, position)
         for position, one in enumerate(devices):
             other = devices[1 - position]
-            vector = one.vectors["stage:0"]
-            vector.contributions[WorkerId("ab"[1 - position])] = other.vectors["stage:0"].own
+            (theirs,) = other.vectors["stage:0"].passes
+            one.arrived("stage:0", 0).contributions[WorkerId("ab"[1 - position])] = theirs.own
             one.reduce("stage:0")
-        parts = [one.vectors["stage:0"].aggregates[position] for position, one in enumerate(devices)]
+        parts = [one.arrived("stage:0", 0).aggregates[position] for position, one in enumerate(devices)]
         for position, one in enumerate(devices):
-            one.vectors["stage:0"].aggregates[1 - position] = parts[1 - position]
+            one.arrived("stage:0", 0).aggregates[1 - position] = parts[1 - position]
             one.assemble("stage:0")
             one.adopt()
         return [one.states[0] for one in devices]
@@ -244,6 +245,43 @@ def test_the_mean_of_equal_states_is_that_state_and_of_unlike_ones_the_same_new_
     mixed = average(("x", "z"))
     assert mixed[0] == mixed[1]
     assert mixed[0] not in ("x", "z")
+
+
+def test_a_second_sum_belongs_to_the_first() -> None:
+    """Two members: the same tags again, beside the same first sum, or the symbols do not add up."""
+
+    def run(spoil: str = "") -> Device:
+        devices = [device(), device()]
+        members = tuple(ExchangeMember(WorkerId(who), 1.0, 0.5) for who in ("a", "b"))
+        for position, one in enumerate(devices):
+            one.passes = 2
+            one.gradients = {0: Counter({("", 0, 0, position): 1})}
+            one.open(ExchangeGroup("stage:0", members), ExchangePurpose.GRADIENT, position)
+        for number in range(2):
+            for position, one in enumerate(devices):
+                own = devices[1 - position].arrived("stage:0", number).own
+                if spoil and number:
+                    own = () if spoil == "missing" else beside(gradient, (*own, *own))
+                one.arrived("stage:0", number).contributions[WorkerId("ab"[1 - position])] = own
+                one.reduce("stage:0", number)
+            parts = [one.arrived("stage:0", number).aggregates[i] for i, one in enumerate(devices)]
+            for position, one in enumerate(devices):
+                one.arrived("stage:0", number).aggregates[1 - position] = parts[1 - position]
+                if spoil:
+                    one.arrived("stage:0", number).aggregates[position] = parts[1 - position]
+                assert (one.assemble("stage:0", number) is None) == (number == 0)
+        return devices[0]
+
+    gradient = ((("", 0, 0, 0), 1.0),)
+    whole = {("", 0, 0, index): 1.0 for index in range(2)}
+    assert dict(run().vectors["stage:0"].assembled or ()) == whole
+    for spoil in ("missing", "another"):
+        with pytest.raises(Inconsistent, match="does not belong to"):
+            run(spoil)
+    one = device()
+    one.open(ExchangeGroup("stage:0", ()), ExchangePurpose.GRADIENT, 0)
+    with pytest.raises(Inconsistent, match="pass 1 is not the present one"):
+        one.reduce("stage:0", 1)
 
 
 def test_what_was_loaded_of_a_void_line_says_nothing_about_the_present_one() -> None:

@@ -63,6 +63,7 @@ class Monkey:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.driver = Driver("me", seed)
+        self.driver.passes = 1 + seed % 2
         self.plan_version = 0
         self.sends: list[SendMicrobatch | SendPart] = []
 
@@ -97,7 +98,10 @@ class Monkey:
 
     def part(self) -> ExchangeHeader:
         group = self.rng.choice(["stage:0", "stage:1", "stage:2", "tied", "stage:x", "", "stage:-1"])
-        return ExchangeHeader(self.step(), self.rng.randrange(3), group, self.number(3), self.plan_version)
+        attempt, number = self.rng.randrange(3), self.number(3)
+        return ExchangeHeader(
+            self.step(), attempt, group, number, self.plan_version, self.rng.choice([0, 0, 1, 2])
+        )
 
     def opened(self) -> ExchangeOpened:
         groups = []
@@ -195,7 +199,7 @@ class Monkey:
                             ComputeFailed(key, ""),
                             MicrobatchArrived(direction, self.header()[0], self.worker()),
                             PartArrived(leg, self.part(), self.worker()),
-                            ExchangePrepared(self.step(), 0, "stage:0"),
+                            ExchangePrepared(self.step(), 0, "stage:0", rng.choice([0, 1, 2])),
                             StepApplied(self.step()),
                             StepReplayed(self.step(), {}),
                             ReplayFailed(self.step(), ""),

@@ -83,13 +83,22 @@ def belongs(effect: DeviceEffect, outcome: DeviceOutcome) -> bool:
             return isinstance(outcome, StateDigested) and outcome.version == effect.version
         case OpenExchange():
             name = (effect.step, effect.attempt, effect.group.group)
+            if isinstance(outcome, ExchangePrepared) and outcome.pass_number != 0:
+                return False
             return isinstance(outcome, ExchangePrepared | ExchangeRefused) and _round(outcome) == name
         case ReducePart():
             name = (effect.step, effect.attempt, effect.group)
+            if isinstance(outcome, PartReduced) and outcome.pass_number != effect.pass_number:
+                return False
             return isinstance(outcome, PartReduced | ExchangeRefused) and _round(outcome) == name
         case Assemble():
             name = (effect.step, effect.attempt, effect.group)
-            return isinstance(outcome, AggregateAssembled | ExchangeRefused) and _round(outcome) == name
+            if isinstance(outcome, ExchangePrepared) and outcome.pass_number != effect.pass_number + 1:
+                return False
+            return (
+                isinstance(outcome, AggregateAssembled | ExchangePrepared | ExchangeRefused)
+                and _round(outcome) == name
+            )
 
 
 def _round(

@@ -159,26 +159,29 @@ class OpenExchange:
 class ReducePart:
     """Device effect. -> PartReduced | ExchangeRefused
 
-    All members of positive weight have contributed to this worker's part: weighted sum in the members' order
-    (its own contribution passes through the codec like the others), then encode.
+    All members of positive weight have contributed to this worker's part in this pass: weighted sum in the members'
+    order (its own contribution passes through the codec like the others), then encode.
     """
 
     step: int
     attempt: int
     group: str
+    pass_number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Assemble:
-    """Device effect. -> AggregateAssembled | ExchangeRefused
+    """Device effect. -> AggregateAssembled | ExchangePrepared | ExchangeRefused
 
-    Every part's aggregate is here (parts of share 0 are empty and have none): decode them all, one's own too,
-    into the vector.
+    Every part's aggregate of this pass is here (parts of share 0 are empty and have none): decode them all, one's own
+    too, into the vector. Where the codec sums up once more, the next pass's contributions are prepared instead: only
+    the device knows that. What was made for this pass stays, since others may still need it.
     """
 
     step: int
     attempt: int
     group: str
+    pass_number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ What the shell keeps, under which key, and until when
   the gradient at this worker's entry. All of it until ForgetMicrobatch(key). That never comes while the
   device works on the key; it may come while a transfer out runs, and then the shell either finishes the
   transfer or breaks it off.
-- *A part of an exchange*, under (leg, step, attempt, group, part, sender): what PartArrived announced; plus
-  this worker's own encoded contributions and its encoded aggregate, so that a second SendPart of an equal
-  header sends equal bytes. Until ForgetPart, ClearGradients of a higher attempt, ApplyStep of that step,
+- *A part of an exchange*, under (leg, step, attempt, group, pass, part, sender): what PartArrived announced; plus
+  this worker's own encoded contributions and its encoded aggregate of each pass, so that a second SendPart of an
+  equal header sends equal bytes. Until ForgetPart, ClearGradients of a higher attempt, ApplyStep of that step,
   AdoptState, or the next Load.
 
 Order of a transfer in: header read -> `WorkerCore.admit(direction, header, sender, now_s)` or
@@ -180,11 +180,14 @@ class GradientsCleared:
 
 @dataclass(frozen=True, slots=True)
 class ExchangePrepared:
-    """Outcome of OpenExchange: the group's vector is flat, contributions can be encoded and sent."""
+    """Outcome of OpenExchange: the group's vector is flat, contributions can be encoded and sent. And of Assemble,
+    where the codec sums up once more: those of the next pass can be.
+    """
 
     step: int
     attempt: int
     group: str
+    pass_number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +197,7 @@ class PartReduced:
     step: int
     attempt: int
     group: str
+    pass_number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,10 @@ reduces when all those have come, and sends the encoded aggregate to every other
 aggregates of all parts assembles. Parts of share 0 are empty and nobody speaks of them. A group of one
 assembles at once. Both legs are idempotent: an equal part may be sent twice, so every failed transfer is
 simply repeated until the round's deadline.
+
+A group may need two *passes*: what is assembled in the first decides what is contributed to the second
+(`lowrank`). Whether it does, only the device knows: it answers Assemble with ExchangePrepared of the next pass.
+Members may be a pass apart, so what was sent in the first is still sent, and taken, during the second.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ from starlings_worker.core.events import AggregateAssembled, Leg
 from starlings_worker.core.parts import PartStore
 from starlings_worker.core.timings import WorkerTimings
 
+# Of a gradient's exchange; state is summed up once.
+PASSES_MOST = 2
+
 
 @dataclass(slots=True)
 class PartTransfer:
@@ -42,9 +49,12 @@ class PartTransfer:
 
 @dataclass(slots=True)
 class GroupRound:
+    """`reducing`, `reduced` and `assembling` are of the present pass, `transfers` of all."""
+
     group: ExchangeGroup
     position: int
     opened: bool = False
+    pass_number: int = 0
     reducing: bool = False
     reduced: bool = False
     assembling: bool = False
@@ -62,6 +72,10 @@ class GroupRound:
     @property
     def owns_part(self) -> bool:
         return self.group.members[self.position].share > 0.0
+
+    def begin_pass(self, pass_number: int) -> None:
+        self.pass_number = pass_number
+        self.reducing = self.reduced = self.assembling = False
 
     @property
     def alone(self) -> bool:
@@ -128,12 +142,17 @@ class Round:
 
     # ------------------------------------------------------------------ device outcomes
 
-    def prepared(self, name: str, now_s: float) -> None:
-        """The vector is flat: send its parts to their owners."""
+    def prepared(self, name: str, pass_number: int, now_s: float) -> None:
+        """The vector is flat, or what the next pass sums up is: send its parts to their owners."""
         group = self.groups.get(name)
-        if group is None or group.opened:
+        if group is None:
             return
-        group.opened = True
+        if pass_number == 0 and not group.opened:
+            group.opened = True
+        elif group.assembling and group.result is None and pass_number == group.pass_number + 1:
+            group.begin_pass(pass_number)
+        else:
+            return
         if self._worker_id in group.contributors:
             for index, owner in group.others():
                 if group.group.members[index].share > 0.0:
@@ -155,7 +174,9 @@ class Round:
             group.result = event
 
     def _queue(self, group: GroupRound, leg: Leg, part: int, to: WorkerId, now_s: float) -> None:
-        header = ExchangeHeader(self.step, self.attempt, group.name, part, self._plan_version)
+        header = ExchangeHeader(
+            self.step, self.attempt, group.name, part, self._plan_version, group.pass_number
+        )
         group.transfers.append(PartTransfer(leg, header, to, wanted_at_s=now_s))
 
     # ------------------------------------------------------------------ progress
@@ -169,10 +190,10 @@ class Round:
                 continue
             if self._may_reduce(group):
                 group.reducing = True
-                self._push(ReducePart(self.step, self.attempt, group.name))
+                self._push(ReducePart(self.step, self.attempt, group.name, group.pass_number))
             if not group.assembling and (group.alone or not self._missing_aggregates(group)):
                 group.assembling = True
-                self._push(Assemble(self.step, self.attempt, group.name))
+                self._push(Assemble(self.step, self.attempt, group.name, group.pass_number))
             for transfer in group.transfers:
                 if not transfer.done and not transfer.sending and transfer.wanted_at_s <= now_s:
                     transfer.sending = True
@@ -188,15 +209,18 @@ class Round:
             worker_id
             for worker_id in group.contributors
             if worker_id != self._worker_id
-            and not self._parts.here(Leg.CONTRIBUTION, self.epoch, group.name, group.position, worker_id)
+            and not self._here(Leg.CONTRIBUTION, group, group.position, worker_id)
         ]
+
+    def _here(self, leg: Leg, group: GroupRound, part: int, sender: WorkerId) -> bool:
+        return self._parts.here(leg, self.epoch, group.name, group.pass_number, part, sender)
 
     def _missing_aggregates(self, group: GroupRound) -> list[WorkerId]:
         missing = [
             worker_id
             for index, worker_id in group.others()
             if group.group.members[index].share > 0.0
-            and not self._parts.here(Leg.AGGREGATE, self.epoch, group.name, index, worker_id)
+            and not self._here(Leg.AGGREGATE, group, index, worker_id)
         ]
         if group.owns_part and not group.reduced:
             missing.append(self._worker_id)
@@ -235,6 +259,8 @@ class Round:
         group = self.groups.get(header.group)
         if group is None or sender == self._worker_id or not 0 <= header.part < len(group.group.members):
             return False
+        if not 0 <= header.pass_number < (PASSES_MOST if self.purpose is ExchangePurpose.GRADIENT else 1):
+            return False
         if leg is Leg.CONTRIBUTION:
             return header.part == group.position and group.owns_part and sender in group.contributors
         owner = group.group.members[header.part]
@@ -249,11 +275,12 @@ class Round:
                 continue
             if group.owns_part and not group.alone and not group.reduced:
                 missing += [
-                    (name, f"the contribution of {who}") for who in self._missing_contributions(group)
+                    (name, f"the contribution of {who}{_of_pass(group)}")
+                    for who in self._missing_contributions(group)
                 ]
             if group.result is None and not group.alone:
                 others = (who for who in self._missing_aggregates(group) if who != self._worker_id)
-                missing += [(name, f"the aggregate of {who}") for who in others]
+                missing += [(name, f"the aggregate of {who}{_of_pass(group)}") for who in others]
             missing += [
                 (name, f"the receipt of {transfer.to}") for transfer in group.transfers if not transfer.done
             ]
@@ -283,3 +310,7 @@ class Round:
         if not self.failed and not (self.assembled and self.delivered):
             times.append(self.deadline_at_s)
         return min(times, default=None)
+
+
+def _of_pass(group: GroupRound) -> str:
+    return f" in pass {group.pass_number + 1}" if group.pass_number else ""

@@ -14,7 +14,8 @@ from starlings_worker.core.effects import ForgetPart
 from starlings_worker.core.events import Leg
 
 Epoch = tuple[int, int]
-Key = tuple[Leg, Epoch, str, int, WorkerId]
+# (leg, epoch, group, pass, part, sender)
+Key = tuple[Leg, Epoch, str, int, int, WorkerId]
 
 
 class PartStatus(enum.Enum):
@@ -23,7 +24,7 @@ class PartStatus(enum.Enum):
 
 
 def _key(leg: Leg, header: ExchangeHeader, sender: WorkerId) -> Key:
-    return (leg, (header.step, header.attempt), header.group, header.part, sender)
+    return (leg, (header.step, header.attempt), header.group, header.pass_number, header.part, sender)
 
 
 def group_is_held(group: str, span: Span, stage_count: int) -> bool:
@@ -97,18 +98,18 @@ class PartStore:
             del self._parts[key]
             self._counters["broken_parts"] += 1
 
-    def here(self, leg: Leg, epoch: Epoch, group: str, part: int, sender: WorkerId) -> bool:
-        status = self._parts.get((leg, epoch, group, part, sender))
+    def here(self, leg: Leg, epoch: Epoch, group: str, pass_number: int, part: int, sender: WorkerId) -> bool:
+        status = self._parts.get((leg, epoch, group, pass_number, part, sender))
         return status is not None and status[0] is PartStatus.HERE
 
     def drop(self, unwanted: Callable[[Leg, ExchangeHeader, WorkerId], bool]) -> None:
         """Free parts that no round will use."""
         for key, (status, header) in list(self._parts.items()):
-            if unwanted(key[0], header, key[4]):
+            if unwanted(key[0], header, key[5]):
                 del self._parts[key]
                 self._counters["parts_dropped"] += 1
                 if status is PartStatus.HERE:
-                    self._forget(ForgetPart(key[0], header, key[4]))
+                    self._forget(ForgetPart(key[0], header, key[5]))
 
     def begin_epoch(self, epoch: Epoch) -> None:
         """Forget what belongs to earlier epochs; the shell frees it (ClearGradients, ApplyStep, Load)."""

@@ -51,7 +51,7 @@ from starlings_worker.core.events import (
     StateDigested,
     StepApplied,
 )
-from starlings_worker.core.exchange import Round
+from starlings_worker.core.exchange import PASSES_MOST, Round
 from starlings_worker.core.outbox import Outbox
 from starlings_worker.core.parts import PartStore, group_is_held
 from starlings_worker.core.table import Epoch, MicrobatchTable
@@ -220,7 +220,10 @@ class Training:
             return Rejection(Refusal.MALFORMED, "this part has no place in the round")
         if not 0 <= header.part <= peer_count:
             return Rejection(Refusal.MALFORMED, f"part {header.part} of a group that is smaller")
-        # Per group and peer one contribution and one aggregate can come early, for this step or the next.
+        if not 0 <= header.pass_number < PASSES_MOST:
+            return Rejection(Refusal.MALFORMED, f"there is no pass {header.pass_number}")
+        # Per group and peer one contribution and one aggregate can come early, for this step or the next. Of a second
+        # pass only where nobody had to wait for this worker; what is too much then is asked again.
         limit = 4 * (len(place.span.stages) + 1) * (peer_count + 1)
         open_epoch = self.round.epoch if self.round is not None else None
         return self._parts.admit(leg, header, sender, receipt, open_epoch=open_epoch, limit=limit)
@@ -240,7 +243,7 @@ class Training:
 
     def exchange_prepared(self, event: ExchangePrepared, now_s: float) -> None:
         if (matching := self._round_of(event)) is not None:
-            matching.prepared(event.group, now_s)
+            matching.prepared(event.group, event.pass_number, now_s)
 
     def part_reduced(self, event: PartReduced, now_s: float) -> None:
         if (matching := self._round_of(event)) is not None:
