@@ -1,0 +1,28 @@
+"""The arithmetic of low-communication training: what an exchange does to weights, once bytes are decoded.
+
+Pure: tensors in, tensors changed in place; no clock, no dice, no I/O, and nothing here knows of peers or codecs.
+Numbers and their checks: `starlings_job.exchange_rules` (`rules_for("pairs")`, `phase_at`, torch-free).
+
+| file | what |
+| --- | --- |
+| state.py | `FragmentState` (phi, m, ...) per replica and fragment; `Payload`, what travels |
+| fragments.py | the cut of a group's vector into fragments of equal bytes |
+| pairs.py | `pairs`: own Nesterov step at once, average on commit; verdicts on partners, comeback |
+| noloco.py | `noloco`: momentum and averaging in one formula |
+| diloco.py | `diloco`: mean displacement, one outer step for all; by fragments, overlapped |
+| allreduce.py | `allreduce`: the mean gradient |
+| outcome.py | verdicts, reasons, `RoundOutcome`: what was averaged, with whom, who was left out and why |
+| ../robust.py | a group's contributions to one vector: norm bound, clipping, trimmed mean, centred clipping |
+
+A pair's round, on both sides:
+
+    payload = rule.at_slot(state, theta, phase)            # own step; training goes on at once
+    own, theirs = decode(encode(payload)), what came       # one's own, decoded, too
+    verdict = rule.judge(state, own, theirs, partner)      # before one says PREPARED
+    averaged = rule.commit(state, theta, own, theirs, share, verdict)
+    ...                                                    # second swap: rule.payload(state, phase)
+    state.end_round(averaged=any of them)
+
+A group's round: `payload = rule.at_slot(state, theta, phase)`, then `rule.commit(state, theta, aggregate, phase)`
+with what everybody decoded (`robust.aggregate` makes it), or nothing at all.
+"""

@@ -1,0 +1,110 @@
+"""What outer optimizers keep per fragment, and the chunked arithmetic that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from starlings_job.exchange_rules import Phase
+
+# Temporaries stay this small: within a core's cache on a CPU, few launches on a GPU.
+_CHUNK_ELEMENTS_CPU = 1 << 16
+_CHUNK_ELEMENTS_ACCELERATOR = 1 << 24
+
+
+@dataclass(slots=True)
+class FragmentState:
+    """Per fragment and replica. Vectors are flat float32 of the fragment's size, wherever the caller wants them."""
+
+    # The point that the next displacement is measured from.
+    phi: Tensor
+    # The outer momentum m (delta in NoLoCo).
+    momentum: Tensor
+    # What is sent when it is neither phi nor m; None: the rule needs none.
+    outgoing: Tensor | None = None
+    # What a codec dropped so far, where the rule itself feeds it back (sparseloco).
+    residual: Tensor | None = None
+    # Rounds without an average since the last one with.
+    solo_rounds: int = 0
+    # Average of the distances at which this replica met its partners; None: none yet in this phase.
+    usual_distance: float | None = None
+    # The phase of the last slot: distances of another phase say nothing.
+    phase: Phase | None = None
+
+    @classmethod
+    def starting_at(cls, theta: Tensor) -> FragmentState:
+        """For a replica that begins (or begins again, with state that it fetched) at the weights `theta`."""
+        return cls(theta.clone(), torch.zeros_like(theta))
+
+    @property
+    def size(self) -> int:
+        return self.phi.numel()
+
+    def enter(self, phase: Phase) -> None:
+        """To be called at each slot: distances of another phase are forgotten."""
+        if phase != self.phase:
+            self.phase, self.usual_distance = phase, None
+
+    def note_distance(self, distance: float) -> None:
+        """An exponential average over about five swaps."""
+        usual = self.usual_distance
+        self.usual_distance = distance if usual is None else 0.8 * usual + 0.2 * distance
+
+    def end_round(self, *, averaged: bool) -> None:
+        """To be called once per round, after its last swap."""
+        self.solo_rounds = 0 if averaged else self.solo_rounds + 1
+
+    def need_outgoing(self) -> Tensor:
+        if self.outgoing is None:
+            self.outgoing = torch.empty_like(self.phi)
+        return self.outgoing
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What a replica sends, or a decoded one. Flat float32 of the fragment's size.
+
+    What `at_slot` returns are views of the state: encode them before the next call on the same state.
+    """
+
+    z: Tensor
+    m: Tensor | None = None
+
+
+def chunks(vector: Tensor) -> Iterator[tuple[int, int]]:
+    size = _CHUNK_ELEMENTS_CPU if vector.device.type == "cpu" else _CHUNK_ELEMENTS_ACCELERATOR
+    for begin in range(0, vector.numel(), size):
+        yield begin, min(begin + size, vector.numel())
+
+
+def nesterov_step(phi: Tensor, momentum: Tensor, displacement: Tensor, eta: float, mu: float) -> None:
+    """m = mu m + D ;  phi = phi - eta (D + mu m). In place; `displacement` (a chunk, D) is used up.
+
+    Nesterov's momentum as SGD with momentum is usually written (Sutskever et al. 2013, section 2, with the parameters
+    at the point looked ahead to); the outer step of DiLoCo (Douillard et al. 2023, algorithm 1, line 14).
+    """
+    momentum.mul_(mu).add_(displacement)
+    displacement.add_(momentum, alpha=mu)
+    phi.sub_(displacement, alpha=eta)
+
+
+@torch.no_grad()
+def add_correction(targets: tuple[Tensor, ...], theirs: Tensor, own: Tensor, factor: float) -> None:
+    """target += factor (theirs - own), for all targets, chunk by chunk."""
+    for begin, end in chunks(own):
+        correction = torch.sub(theirs[begin:end], own[begin:end]).mul_(factor)
+        for target in targets:
+            target[begin:end].add_(correction)
+
+
+@torch.no_grad()
+def distance(a: Tensor, b: Tensor) -> float:
+    """Euclidean norm of a - b, summed in float64; infinite or nan where values are not finite or too far apart."""
+    total = torch.zeros((), dtype=torch.float64, device=a.device)
+    for begin, end in chunks(a):
+        difference = a[begin:end].double().sub_(b[begin:end])
+        total += torch.dot(difference, difference)
+    return float(total.sqrt().item())
