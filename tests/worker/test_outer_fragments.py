@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import pytest
@@ -63,7 +64,7 @@ def test_fragments_cover_the_vector_and_are_cut_between_rows(
     assert bounds[0][0] == 0
     assert bounds[-1][1] == size
     assert all(begin < end for begin, end in bounds)
-    assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(bounds))
     assert {place for bound in bounds for place in bound} <= places
     assert cut_into_fragments(laid_out(given_shapes), count) == bounds
 
