@@ -17,6 +17,8 @@ Topology = Literal["all", "pairs", "exponential"]
 Robust = Literal["none", "clip", "trimmed", "centered_clip"]
 Correction = Literal["none", "predict", "nadam"]
 
+QuasiGlobal = Literal["sgd", "adam"]
+
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 TOPOLOGY: dict[Preset, Topology] = {
     "allreduce": "all",
@@ -88,10 +90,12 @@ class ExchangeRules:
     gamma: float = 0.0
     # diloco by fragments: how much of the steps taken meanwhile stays, 0 (none) to 1 (all, and nothing of the others).
     merge_alpha: float = 0.0
-    # palsgd: probability that a step is a pull towards the last average instead, and how far it pulls.
+    # palsgd: probability p that a step is a pull towards the last average instead, and alpha: it pulls by alpha lr / p.
     pull_probability: float = 0.0
     pull: float = 0.0
-    # gossip: mu of the quasi-global buffer, and beta with which it enters a step.
+    # gossip: how its inner steps remember where gossip took the weights, by momentum (sgd) or second moment (adam).
+    quasi_global: QuasiGlobal = "sgd"
+    # sgd: mu of the quasi-global buffer, and beta with which it enters a step.
     quasi_global_mu: float = 0.9
     quasi_global_beta: float = 0.9
     robust: Robust = "none"
@@ -142,7 +146,7 @@ _DEFAULTS: dict[Preset, ExchangeRules] = {
     ),
     "gossip": ExchangeRules("gossip", Phase(1, 1.0, 0.0)),
     "palsgd": ExchangeRules(
-        "palsgd", Phase(50, 0.7, 0.9), momentum_codec="int4:64", pull_probability=0.1, pull=0.1
+        "palsgd", Phase(50, 0.7, 0.9), momentum_codec="int4:64", pull_probability=0.2, pull=0.5
     ),
 }
 
@@ -219,7 +223,6 @@ def _check_ranges(rules: ExchangeRules) -> None:
         "warmup_fraction": rules.warmup_fraction,
         "merge_alpha": rules.merge_alpha,
         "pull_probability": rules.pull_probability,
-        "pull": rules.pull,
         "inner_beta1": rules.inner_beta1,
         "inner_beta2": rules.inner_beta2,
         "quasi_global_mu": rules.quasi_global_mu,
@@ -228,6 +231,12 @@ def _check_ranges(rules: ExchangeRules) -> None:
     for name, value in fractions.items():
         if not 0 <= value < 1:
             raise RuleError(f"{name} = {value:g} is out of range; write 0 or more and less than 1")
+    if not 0 <= rules.pull < math.inf:
+        raise RuleError(f"pull = {rules.pull:g} is out of range; write 0 or more")
+    if rules.preset == "sparseloco" and any(phase.outer_momentum for phase in _phases(rules)):
+        raise RuleError(
+            "sparseloco's error feedback takes the place of outer momentum; write an outer momentum of 0"
+        )
     if rules.feedback_decay is not None and not 0 <= rules.feedback_decay <= 1:
         raise RuleError(f"feedback_decay = {rules.feedback_decay:g} is out of range; write 0 to 1")
     if rules.robust != "none" and rules.topology != "all":

@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from starlings_compression.codec import make_codec
 from starlings_job.exchange_rules import Phase, rules_for
 from starlings_worker.outer import state as state_module
 from starlings_worker.outer.allreduce import AllReduce
 from starlings_worker.outer.diloco import DiLoCo
+from starlings_worker.outer.sparseloco import SparseLoCo
 from starlings_worker.outer.state import FragmentState
 from starlings_worker.robust import Contribution, aggregate
 
@@ -116,6 +118,55 @@ def test_what_a_failed_round_of_diloco_trained_comes_with_the_next() -> None:
     rule.at_slot(state, theta, phase)
     theta.add_(2.0)
     assert torch.equal(rule.at_slot(state, theta, phase).z, torch.full((SIZE,), -3.0))
+
+
+def top(values: np.ndarray, kept: int, chunk: int) -> np.ndarray:
+    """TopK: of each chunk the `kept` largest magnitudes, the others zero."""
+    found = np.zeros_like(values)
+    for begin in range(0, len(values), chunk):
+        part = values[begin : begin + chunk]
+        places = begin + np.argsort(-np.abs(part), kind="stable")[:kept]
+        found[places] = values[places]
+    return found
+
+
+@settings(max_examples=10, deadline=None)
+@given(seeds, st.floats(0.5, 1.0), st.floats(0.0, 1.0))
+def test_sparseloco_follows_its_paper(seed: int, rate: float, decay: float) -> None:
+    rng, phase, codec = np.random.default_rng(seed), Phase(30, rate, 0.0), make_codec("topk:3/16")
+    rule = SparseLoCo(rules_for("sparseloco", feedback_decay=decay))
+    start = vector(rng)
+    phi, errors = start.copy(), [np.zeros(SIZE), np.zeros(SIZE)]
+    thetas = [tensor(start), tensor(start)]
+    states = [FragmentState.starting_at(t, momentum=False) for t in thetas]
+    for number in range(4):
+        steps = [vector(rng, 0.1), vector(rng, 0.1)]
+        for theta, step in zip(thetas, steps, strict=True):
+            theta.add_(tensor(step))
+        own = []
+        for state, theta in zip(states, thetas, strict=True):
+            own.append(codec.decode(codec.encode(rule.at_slot(state, theta, phase).z), limit_bytes=4 * SIZE))
+        common = mean_of(own, [1.0, 1.0])
+        if number == 1:
+            # This round fails: nothing changes, and the next one sends what it would have sent.
+            before = steps
+            continue
+        if number == 2:
+            steps = [a + b for a, b in zip(before, steps, strict=True)]
+        owed = [decay * e - step for e, step in zip(errors, steps, strict=True)]
+        # At the places that the codec chose: rounding may decide between two that are all but equal.
+        sent = [np.where(q.numpy() != 0, e, 0.0) for q, e in zip(own, owed, strict=True)]
+        for chosen, e in zip(sent, owed, strict=True):
+            assert np.linalg.norm(chosen) >= np.linalg.norm(top(e, 3, 16)) * (1 - 1e-6)
+        errors = [e - q for e, q in zip(owed, sent, strict=True)]
+        phi = phi - rate * (sent[0] + sent[1]) / 2
+        for state, theta, mine in zip(states, thetas, own, strict=True):
+            rule.commit(state, theta, mine, common, phase)
+            assert torch.equal(theta, state.phi)
+        for state, error in zip(states, errors, strict=True):
+            assert close(state.phi, phi)
+            assert state.residual is not None
+            assert close(state.residual, error, 1e-5)
 
 
 def test_allreduce_steps_along_the_weighted_mean_gradient() -> None:

@@ -325,6 +325,13 @@ def test_who_comes_back_from_far_away_fetches_state() -> None:
     assert torch.equal(theta, before)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_measuring_a_distance_changes_nothing(kind: torch.dtype) -> None:
+    a, b = torch.full((SIZE,), 3.0, dtype=kind), torch.full((SIZE,), 1.0, dtype=kind)
+    assert state_module.distance(a, b) == pytest.approx(2 * math.sqrt(SIZE))
+    assert bool((a == 3).all() & (b == 1).all())
+
+
 def test_shares_come_from_the_ledger_and_leave_nobody_out() -> None:
     assert pair_share(30, 10) == 0.75
     assert pair_share(0, 0) == 0.5
@@ -358,13 +365,13 @@ def spread_after(rule: Pairs | NoLoCo, phase: Phase, drop_rate: float, seed: int
     return float((stacked - stacked.mean(0)).norm())
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.3, 0.6, 0.9]))
 def test_averaging_after_a_local_momentum_step_is_stable_at_any_drop_rate(
     seed: int, drop_rate: float
 ) -> None:
-    late, later = (spread_after(PAIRS, MAIN, drop_rate, seed, rounds) for rounds in (30, 90))
-    print(f"seed {seed}: {late:.3g} after 30 rounds, {later:.3g} after 90")
+    late, later = (spread_after(PAIRS, MAIN, drop_rate, seed, rounds) for rounds in (25, 60))
+    print(f"seed {seed}: {late:.3g} after 25 rounds, {later:.3g} after 60")
     assert later <= late * 1.001 + 1e-5
 
 

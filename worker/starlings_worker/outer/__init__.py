@@ -10,6 +10,10 @@ Numbers and their checks: `starlings_job.exchange_rules` (`rules_for("pairs")`, 
 | pairs.py | `pairs`: own Nesterov step at once, average on commit; verdicts on partners, comeback |
 | noloco.py | `noloco`: momentum and averaging in one formula |
 | diloco.py | `diloco`: mean displacement, one outer step for all; by fragments, overlapped |
+| sparseloco.py | `sparseloco`: few values of each displacement, and error feedback |
+| gossip.py | `gossip`: push-sum over the one-peer exponential graph |
+| quasi_global.py | the inner optimizer of `gossip` |
+| palsgd.py | `palsgd`: `pairs`, and pulls towards the last average between rounds |
 | allreduce.py | `allreduce`: the mean gradient |
 | outcome.py | verdicts, reasons, `RoundOutcome`: what was averaged, with whom, who was left out and why |
 | ../robust.py | a group's contributions to one vector: norm bound, clipping, trimmed mean, centred clipping |
@@ -24,5 +28,9 @@ A pair's round, on both sides:
     state.end_round(averaged=any of them)
 
 A group's round: `payload = rule.at_slot(state, theta, phase)`, then `rule.commit(state, theta, aggregate, phase)`
-with what everybody decoded (`robust.aggregate` makes it), or nothing at all.
+with what everybody decoded (`robust.aggregate` makes it), or nothing at all. sparseloco's takes one's own decoded part
+as well.
+
+Every number that a rule needs comes with `rules` and the slot's `phase`. Vectors may be of any floating type (tests
+use float64) on any device; workers use float32.
 """

@@ -116,21 +116,15 @@ class Pairs:
             and not 0 <= claimed_weight <= CLAIM_FACTOR * ledger_weight
         ):
             return refuse(ImplausibleWeight(claimed_weight, ledger_weight))
-        if theirs.z.shape != own.z.shape or (theirs.m is not None and theirs.m.shape != own.z.shape):
-            return refuse(WrongShape(f"sent {theirs.z.numel()} elements for a fragment of {own.z.numel()}"))
-        far = distance(theirs.z, own.z)
-        if not math.isfinite(far):
-            return refuse(NotFinite("its weights are"))
-        usual = state.usual_distance
-        if usual is not None:
-            verdict = comeback(far, usual, state.solo_rounds, self.rules)
+        if theirs.m is not None and theirs.m.shape != own.z.shape:
+            return refuse(WrongShape(f"sent {theirs.m.numel()} elements for a fragment of {own.z.numel()}"))
+        far = plausible_distance(own.z, theirs.z, state.usual_distance)
+        if not isinstance(far, float):
+            return refuse(far)
+        if state.usual_distance is not None:
+            verdict = comeback(far, state.usual_distance, state.solo_rounds, self.rules)
             if verdict is not None:
                 return verdict
-        limit = distance(own.z, torch.zeros_like(own.z))
-        if usual:
-            limit = min(limit, DISTANCE_FACTOR * usual)
-        if far > limit:
-            return refuse(OutOfNorm("its distance is", far, limit))
         if own.m is not None and theirs.m is not None:
             zero = torch.zeros_like(own.m)
             size = distance(theirs.m, zero)
@@ -165,6 +159,19 @@ class Pairs:
             add_correction((state.momentum,), theirs.m, own.m, 1 - share)
         state.note_distance(verdict.distance)
         return True
+
+
+def plausible_distance(own: Tensor, theirs: Tensor, usual_distance: float | None) -> float | Reason:
+    """How far a partner's weights are away, or why they are not to be averaged with."""
+    if theirs.shape != own.shape:
+        return WrongShape(f"sent {theirs.numel()} elements for a fragment of {own.numel()}")
+    far = distance(theirs, own)
+    if not math.isfinite(far):
+        return NotFinite("its weights are")
+    limit = distance(own, torch.zeros_like(own))
+    if usual_distance:
+        limit = min(limit, DISTANCE_FACTOR * usual_distance)
+    return far if far <= limit else OutOfNorm("its distance is", far, limit)
 
 
 def comeback(

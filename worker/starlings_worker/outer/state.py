@@ -35,9 +35,13 @@ class FragmentState:
     phase: Phase | None = None
 
     @classmethod
-    def starting_at(cls, theta: Tensor) -> FragmentState:
-        """For a replica that begins (or begins again, with state that it fetched) at the weights `theta`."""
-        return cls(theta.clone(), torch.zeros_like(theta))
+    def starting_at(cls, theta: Tensor, *, momentum: bool = True) -> FragmentState:
+        """For a replica that begins (or begins again, with state that it fetched) at the weights `theta`.
+
+        Args:
+            momentum: False for rules without one (sparseloco): then `momentum` is empty.
+        """
+        return cls(theta.clone(), torch.zeros_like(theta) if momentum else theta.new_empty(0))
 
     @property
     def size(self) -> int:
@@ -105,6 +109,6 @@ def distance(a: Tensor, b: Tensor) -> float:
     """Euclidean norm of a - b, summed in float64; infinite or nan where values are not finite or too far apart."""
     total = torch.zeros((), dtype=torch.float64, device=a.device)
     for begin, end in chunks(a):
-        difference = a[begin:end].double().sub_(b[begin:end])
+        difference = a[begin:end].to(torch.float64, copy=True).sub_(b[begin:end])
         total += torch.dot(difference, difference)
     return float(total.sqrt().item())

@@ -1,0 +1,42 @@
+"""`palsgd`: between rounds, a step now and then is a pull towards the last average instead of a gradient's.
+
+    with probability p:  theta = theta - (alpha lr / p) (theta - phi)          # nothing is sent or received
+    otherwise:           an inner step with the learning rate lr / (1 - p)
+
+Naganuma et al. 2025, "Pseudo-Asynchronous Local SGD", algorithm 1: in expectation both parts weigh as if each were done
+at every step. phi is the fragment's last average that this replica saw. Rounds are those of `pairs` here, since no
+barrier is wanted; the paper's are DiLoCo's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from starlings_worker.outer.pairs import Pairs
+from starlings_worker.outer.state import FragmentState, chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Palsgd(Pairs):
+    """`Pairs`, and what happens between its slots."""
+
+    def pulls(self, dice: float) -> bool:
+        """Whether this step is a pull. `dice`: uniform in [0, 1), from the replica's own seeded generator."""
+        return dice < self.rules.pull_probability
+
+    @property
+    def gradient_factor(self) -> float:
+        """By what the learning rate of the other steps is multiplied."""
+        return 1 / (1 - self.rules.pull_probability)
+
+    @torch.no_grad()
+    def pull(self, state: FragmentState, theta: Tensor, learning_rate: float) -> None:
+        """Towards phi, and never beyond it."""
+        if self.rules.pull_probability == 0:
+            return
+        fraction = min(1.0, self.rules.pull * learning_rate / self.rules.pull_probability)
+        for begin, end in chunks(theta):
+            theta[begin:end].lerp_(state.phi[begin:end], fraction)

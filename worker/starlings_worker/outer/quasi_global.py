@@ -1,0 +1,101 @@
+"""Quasi-global momentum: inner steps remember where gossip took the weights, not what the own data says.
+
+With unequal data a replica's own momentum points away from the others'. Lin et al. 2021, "Quasi-Global Momentum",
+algorithm 1: the buffer is fed with the whole change of the weights, averaging included,
+
+    step:           theta = theta - lr (beta m^ + g)
+    after gossip:   d = (theta_before - theta) / lr ;  m^ = mu m^ + (1 - mu) d
+
+and for Adam (its section 5 and the authors' code) the second moment, with the change scaled to norm 1:
+
+    step:           m = beta1 m + (1 - beta1) g ;  v = beta2 v^ + (1 - beta2) g^2, both corrected for their start
+                    theta = theta - lr m / (sqrt(v) + eps)
+    after gossip:   d = (theta_before - theta) / |theta_before - theta| ;  v^ = beta2 v^ + (1 - beta2) d^2
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from starlings_job.exchange_rules import ExchangeRules
+from starlings_worker.outer.state import chunks, distance
+
+_EPSILON = 1e-8
+
+
+@dataclass(slots=True)
+class QuasiGlobalState:
+    """Per replica; flat float32 vectors of the weights' size."""
+
+    # Weights when gossip was last through.
+    before: Tensor
+    # m^ (sgd) or v^ (adam).
+    buffer: Tensor
+    # adam: m.
+    first: Tensor | None = None
+    # Sum of the learning rates of the steps since then.
+    learning_rates: float = 0.0
+    steps: int = 0
+
+    @classmethod
+    def starting_at(cls, theta: Tensor) -> QuasiGlobalState:
+        return cls(theta.clone(), torch.zeros_like(theta))
+
+
+@dataclass(frozen=True, slots=True)
+class QuasiGlobal:
+    """The inner optimizer of `gossip`: any number of `step`, then `after_gossip` when an exchange is through."""
+
+    rules: ExchangeRules
+
+    @torch.no_grad()
+    def step(self, state: QuasiGlobalState, theta: Tensor, gradient: Tensor, learning_rate: float) -> None:
+        """In place. `gradient` stays as it is."""
+        state.steps += 1
+        state.learning_rates += learning_rate
+        if self.rules.quasi_global == "adam":
+            self._adam_step(state, theta, gradient, learning_rate)
+            return
+        for begin, end in chunks(theta):
+            direction = torch.add(
+                gradient[begin:end], state.buffer[begin:end], alpha=self.rules.quasi_global_beta
+            )
+            theta[begin:end].sub_(direction, alpha=learning_rate)
+
+    def _adam_step(
+        self, state: QuasiGlobalState, theta: Tensor, gradient: Tensor, learning_rate: float
+    ) -> None:
+        beta1, beta2 = self.rules.inner_beta1, self.rules.inner_beta2
+        step_size = learning_rate / (1 - beta1**state.steps)
+        root_scale = 1 / math.sqrt(1 - beta2**state.steps)
+        if state.first is None:
+            state.first = torch.zeros_like(theta)
+        for begin, end in chunks(theta):
+            g, first = gradient[begin:end], state.first[begin:end]
+            first.mul_(beta1).add_(g, alpha=1 - beta1)
+            second = torch.mul(state.buffer[begin:end], beta2).addcmul_(g, g, value=1 - beta2)
+            denominator = second.sqrt_().mul_(root_scale).add_(_EPSILON)
+            theta[begin:end].addcdiv_(first, denominator, value=-step_size)
+
+    @torch.no_grad()
+    def after_gossip(self, state: QuasiGlobalState, theta: Tensor) -> None:
+        """Feeds the buffer with where the weights went since the last call. Without a step since then: nothing."""
+        if state.learning_rates == 0:
+            return
+        if self.rules.quasi_global == "adam":
+            keep = self.rules.inner_beta2
+            scale = 1 / (distance(state.before, theta) + _EPSILON)
+        else:
+            keep = self.rules.quasi_global_mu
+            scale = 1 / state.learning_rates
+        for begin, end in chunks(theta):
+            change = torch.sub(state.before[begin:end], theta[begin:end]).mul_(scale)
+            if self.rules.quasi_global == "adam":
+                change.square_()
+            state.buffer[begin:end].mul_(keep).add_(change, alpha=1 - keep)
+            state.before[begin:end].copy_(theta[begin:end])
+        state.learning_rates = 0.0
