@@ -70,7 +70,7 @@ COMMENTS: Mapping[str, str] = {
     "pipeline.codec": '"int8:128" (a quarter of the bytes), "fp8", "bf16", "fp16", "exact"; see `starlings codecs`.',
     "exchange.preset": '"allreduce": every replica of a stage, every step.',
     "exchange.force": "Use the codec also where it is known to hurt.",
-    "exchange.codec": '"exact", "int8:128", "int4:64", "topk:64/4096|int2": what they drop is sent later.',
+    "exchange.codec": '"exact", "int8:128", "int4:64", "topk:64/4096|int2", "lowrank:4": what they drop is sent later.',
     "exchange.every": "Steps between exchanges.",
     "exchange.robust": "Robust averaging: not there yet.",
     "swarm.min_workers": "Training waits until this many workers are there,",

@@ -113,27 +113,52 @@ def times_columns(matrix: torch.Tensor, left: torch.Tensor, scale: float) -> tor
     return total
 
 
+def ordered_sum(values: torch.Tensor, dimension: int) -> torch.Tensor:
+    """The sum over a dimension, halves added to each other until one is left: the same bits on every machine, which
+    `torch.sum` promises for one kind of processor only.
+    """
+    while (count := values.shape[dimension]) > 1:
+        half = count // 2
+        folded = values.narrow(dimension, 0, half) + values.narrow(dimension, half, half)
+        if count % 2:
+            folded.narrow(dimension, 0, 1).add_(values.narrow(dimension, count - 1, 1))
+        values = folded
+    return values.sum(dimension)
+
+
 def orthonormal_rows(rows: torch.Tensor) -> torch.Tensor:
     """Rows of length 1, orthogonal to each other, that span the same space; zero where one depends on those before.
 
-    Gram-Schmidt in float64, twice: once leaves too much of what was nearly parallel. To be called on one thread.
+    Gram-Schmidt in float64, twice: once leaves too much of what was nearly parallel. Each product, sum, quotient and
+    root is rounded by itself, so the same rows give the same bits on every machine.
     """
     done = torch.zeros_like(rows, dtype=torch.float64)
     for position, row in enumerate(rows.to(torch.float64)):
-        before = row.norm()
-        for _ in range(2):
-            row = row - torch.mv(done[:position].t(), torch.mv(done[:position], row))
-        after = row.norm()
+        before = ordered_sum(row * row, 0).sqrt()
+        for _ in range(2 if position else 0):
+            shares = ordered_sum(done[:position] * row, 1)
+            row = row - ordered_sum(done[:position] * shares.unsqueeze(1), 0)
+        after = ordered_sum(row * row, 0).sqrt()
         # No branch: on an accelerator that would wait for it.
         done[position] = torch.where(after > DEPENDENT * before, row / after, 0.0)
     return done.to(torch.float32)
 
 
-class _LowrankReader:
-    """Adds up the terms one by one, each product and sum rounded by itself: slower than a BLAS where the rank is
-    high, and the same bits on every machine.
-    """
+def write_terms(left: torch.Tensor, right: torch.Tensor, into: torch.Tensor) -> None:
+    """P Q^T from P^T (R x rows) and Q^T (R x columns), into float32.
 
+    Adds up the terms one by one, each product and sum rounded by itself: slower than a BLAS where the rank is high, and
+    the same bits on every machine.
+    """
+    for rows in _slices(into):
+        product, factor = into[rows], left[:, rows].unsqueeze(2)
+        torch.mul(factor[0], right[0], out=product)
+        term = torch.empty_like(product)
+        for rank in range(1, right.shape[0]):
+            product.add_(torch.mul(factor[rank], right[rank], out=term))
+
+
+class _LowrankReader:
     def __init__(self, left: torch.Tensor, right: torch.Tensor, bound: float | None) -> None:
         self._left = left
         self._right = right
@@ -143,12 +168,8 @@ class _LowrankReader:
     def read(self, start: int, stop: int, into: torch.Tensor) -> None:
         columns = self.granularity
         values = into if into.dtype == torch.float32 else torch.empty_like(into, dtype=torch.float32)
-        left = self._left[:, start // columns : stop // columns].unsqueeze(2)
-        product = values.view(-1, columns)
-        torch.mul(left[0], self._right[0], out=product)
-        term = torch.empty_like(product)
-        for rank in range(1, self._right.shape[0]):
-            product.add_(torch.mul(left[rank], self._right[rank], out=term))
+        left = self._left[:, start // columns : stop // columns]
+        write_terms(left, self._right, values.view(-1, columns))
         if self._bound is not None:
             values.nan_to_num_(nan=0.0, posinf=self._bound, neginf=-self._bound)
             values.clamp_(-self._bound, self._bound)

@@ -75,6 +75,18 @@ def plain_section_bytes(spec: CodecSpec, shape: Sequence[int], item_bytes: int) 
     )
 
 
+def linear_counts(rank: int, shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Float32 values that the two rounds of `linear.LinearRounds` sum up, for tensors of these shapes."""
+    first = second = 0
+    for shape in shapes:
+        if reduce_shape(Element("lowrank", (rank,)), shape) is None:
+            first += math.prod(shape)
+        else:
+            rows, columns = matrix_shape(shape)
+            first, second = first + rank * rows, second + rank * columns
+    return first, second
+
+
 # ---------------------------------------------------------------------- reducers
 
 

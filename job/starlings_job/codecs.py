@@ -3,7 +3,8 @@
 The vector of a group is exchanged in two legs. *Contributions* go to the owner of a part in the job's codec; the
 *aggregate* comes back in `return_spec`, because a sum is not what its summands were: that of sparse vectors has their
 places together, and nobody but its owner could feed back what a coarse codec drops of it, a step later. Every member
-decodes the same bytes, on whatever machine, so the return leg takes codecs whose decoding is exact. Torch-free.
+decodes the same bytes, on whatever machine, so the return leg takes codecs whose decoding is exact. `lowrank` sums up
+factors instead, in two passes, exactly both ways. Torch-free.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ def check_codec(text: str, role: Role, *, force: bool = False) -> str:
         SpecError: it is known to hurt there and `force` is not set; or the job could not use it, forced or not.
     """
     spec = parse_spec(text)
-    if role is Role.GRADIENT and spec.reducer is not None and spec.reducer.name == "lowrank":
+    rank = linear_rank(spec) if role is Role.GRADIENT else None
+    if rank is not None and len(spec.elements) > 1:
         raise SpecError(
-            f"codec {spec}: lowrank takes two linear rounds per exchange, which are not there yet; use int4:64 or "
-            "topk:64/4096|int2"
+            f"codec {spec}: the factors of lowrank are summed up exactly, or replicas would differ; use "
+            f"lowrank:{rank}"
         )
     plain_bytes = 4 * _TYPICAL_ELEMENTS
     if (
@@ -44,6 +46,13 @@ def check_codec(text: str, role: Role, *, force: bool = False) -> str:
     ):
         raise SpecError(f"codec {spec} makes more bytes than exact; keep less, or use exact")
     return checked(spec, role, force=force).text
+
+
+def linear_rank(spec: CodecSpec) -> int | None:
+    """The rank at which an exchange sums up factors in two passes; None where it has one, as all others have."""
+    if spec.reducer is None or spec.reducer.name != "lowrank":
+        return None
+    return spec.reducer.arguments[0]
 
 
 def stages_most(pipeline_codec: str, *, force: bool = False) -> int:
@@ -61,8 +70,11 @@ def return_spec(spec: CodecSpec, contributors: int) -> CodecSpec:
     """How the sum of `contributors` vectors travels, each of which came in `spec`.
 
     Sparse ones come back as their union, until that takes more bytes than a dense vector; formats of less than eight
-    bits as `int8:128`, low-rank and cosine codecs too, since their decoding is not exact; all others as they came.
+    bits as `int8:128`, cosine codecs too, since their decoding is not exact; sums of factors exactly; all others as
+    they came.
     """
+    if linear_rank(spec) is not None:
+        return CodecSpec()
     values = RETURN_SPEC.values if spec.values.name in _COARSE else spec.values
     if spec.reducer is None:
         return CodecSpec(values=values, squeezer=spec.squeezer)
@@ -84,7 +96,7 @@ def may_return(text: str, spec: CodecSpec) -> bool:
     except SpecError:
         return False
     contributors = 1
-    if spec.reducer is not None:
+    if spec.reducer is not None and linear_rank(spec) is None:
         if found.reducer is None:
             return found == CodecSpec(values=RETURN_SPEC.values, squeezer=spec.squeezer)
         contributors = found.reducer.arguments[0] // spec.reducer.arguments[0]
@@ -104,11 +116,22 @@ def boundary_bytes(pipeline_codec: str, shape: tuple[int, ...], *, backward: boo
     return _likely_bytes(policy.spec_for(shape, backward=backward), *shape)
 
 
-def exchange_bytes(exchange_codec: str, elements: int, members: int) -> int:
-    """What each of `members` equal members sends per exchange of a vector: contributions, then its aggregate."""
+def exchange_bytes(
+    exchange_codec: str, elements: int, members: int, *, matrix_elements: int = 0, matrix_sides: int = 0
+) -> int:
+    """What each of `members` equal members sends per exchange of a vector: contributions, then its aggregate.
+
+    Args:
+        matrix_elements: how many of the elements are in tensors of two or more dimensions.
+        matrix_sides: the rows and columns of all those, added up.
+    """
     if members < 2:
         return 0
     spec = parse_spec(exchange_codec)
+    rank = linear_rank(spec)
+    if rank is not None:
+        elements = min(elements, elements - matrix_elements + rank * matrix_sides)
+        spec = CodecSpec()
     part = -(-elements // members)
     return (members - 1) * (_likely_bytes(spec, part) + _likely_bytes(return_spec(spec, members), part))
 

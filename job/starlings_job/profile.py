@@ -34,6 +34,10 @@ class BlockProfile:
     boundary_bytes_per_sample: int
     # Bytes of the largest parameter in float32.
     largest_tensor_bytes: int
+    # Of the trained parameters, those in tensors of two or more dimensions, and the rows and columns of these added up:
+    # what codecs that send factors save. 0 in profiles that were made before there were any.
+    matrix_count: int = 0
+    matrix_sides: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,7 @@ def _checked(cls: type, record: object, skip: tuple[str, ...] = ()) -> dict[str,
     for f in fields(cls):
         if f.name in skip:
             continue
-        value = record.get(f.name)
+        value = record.get(f.name, f.default)
         if f.type == "int":
             fine = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
         else:

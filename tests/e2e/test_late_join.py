@@ -10,9 +10,13 @@ from swarms import LiveSwarm, job_text, prepared_job, starlings
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codecs", [("int8:128", "int8:128"), ("fp8", "topk:64/4096|int2")])
+@pytest.mark.parametrize(
+    "codecs", [("int8:128", "int8:128"), ("fp8", "topk:64/4096|int2"), ("int8:128", "lowrank:4")]
+)
 def test_a_fourth_worker_joins_three_that_train(tmp_path: Path, codecs: tuple[str, str]) -> None:
-    """Also with a sparse codec, of which each aggregate comes back as a union that grows with the group."""
+    """Also with a sparse codec, of which each aggregate comes back as a union that grows with the group, and
+    with factors, which are summed up in two passes.
+    """
     pipeline, exchange = codecs
     sections = {
         "swarm": {"min_workers": 3, "settle_s": 0.5},

@@ -37,7 +37,16 @@ def job(extra: str) -> JobSpec:
 
 
 @pytest.mark.parametrize(
-    "codec", [*VALUES, "fp8:128", "int8:128|zstd:3", "topk:64/4096|int2", "dct-topk:64/32|sign"]
+    "codec",
+    [
+        *VALUES,
+        "fp8:128",
+        "int8:128|zstd:3",
+        "topk:64/4096|int2",
+        "dct-topk:64/32|sign",
+        "lowrank",
+        "lowrank:9",
+    ],
 )
 def test_a_job_takes_every_codec_that_suits_gradients(codec: str):
     text = parse_spec(codec).text
@@ -68,10 +77,9 @@ def test_what_hurts_activations_is_refused_unless_forced(codec: str):
 
 @pytest.mark.parametrize("force", ["", "force = true\n"])
 def test_what_cannot_work_is_refused_forced_or_not(force: str):
-    with pytest.raises(
-        JobFileError, match="two linear rounds per exchange, which are not there yet; use int4:64"
-    ):
-        job(f'[exchange]\n{force}codec = "lowrank:4"')
+    for rest in ("int8", "bf16", "zstd"):
+        with pytest.raises(JobFileError, match=r"factors of lowrank are summed up exactly.*; use lowrank:4"):
+            job(f'[exchange]\n{force}codec = "lowrank:4|{rest}"')
     for section in ("pipeline", "exchange"):
         with pytest.raises(JobFileError, match="makes more bytes than exact"):
             job(f'[{section}]\n{force or "force = true"}\ncodec = "topk:4000/4096"')
@@ -104,6 +112,7 @@ def test_coarse_boundaries_bound_the_number_of_stages():
         ("topk:64/4096", 4, "topk:256/4096"),
         ("randk:64/4096|int8:128", 2, "topk:128/4096|int8:128"),
         ("dct-topk:64/32|sign:256", 2, "int8:128"),
+        ("lowrank:4", 3, "exact"),
     ],
 )
 def test_how_sums_come_back(spec: str, contributors: int, back: str):
@@ -144,3 +153,8 @@ def test_bytes_on_the_wire():
     part = ((1 << 19),)
     up, back = (size_estimate(s, part).most_bytes for s in ("int4:64", "int8:128"))
     assert exchange_bytes("int4:64", 1 << 20, 2) == up + back
+    # Factors both ways: 4 x (rows + columns) for each matrix, the rest as it is; never more than the whole.
+    square = {"matrix_elements": 10**6, "matrix_sides": 2000}
+    assert exchange_bytes("lowrank:4", 10**6 + 100, 2, **square) == 2 * 4 * (8000 + 100) // 2
+    assert exchange_bytes("lowrank:4", 10**6, 2) == exchange_bytes("exact", 10**6, 2)
+    assert exchange_bytes("exact", 10**6, 2, **square) == exchange_bytes("exact", 10**6, 2)

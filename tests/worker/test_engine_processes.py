@@ -155,6 +155,7 @@ async def test_late_joiners_get_the_donors_state_bit_for_bit(swarm: ScriptedSwar
         ("tied", {"model": "config = 'gpt2.json'"}, False, 1e-5),
         ("int8", {"pipeline": "int8:128", "exchange": "int8:128"}, False, 2e-2),
         ("sparse", {"pipeline": "fp8", "exchange": "topk:64/4096|int2"}, False, 5e-2),
+        ("lowrank", {"model": "config = 'gpt2.json'", "exchange": "lowrank:4"}, False, 5e-2),
     ],
 )
 async def test_other_jobs_in_new_lives(
@@ -174,11 +175,15 @@ async def test_other_jobs_in_new_lives(
         assert set(digests) == set(swarm.job.description.blocks)
 
 
-async def test_a_late_joiner_catches_up_while_the_others_go_on(swarm: ScriptedSwarm, folder: Path):
+@pytest.mark.parametrize("exchange", ["int8:128", "lowrank:2"])
+async def test_a_late_joiner_catches_up_while_the_others_go_on(
+    swarm: ScriptedSwarm, folder: Path, exchange: str
+):
     """Two donors, of which each has a group of its own and one in common; lossy exchange, so with error feedback. The
     joiner loads version 2 while the donors train steps 2 to 5, and ends with their bits, the optimizer's too.
     """
-    await swarm.use(prepare_job(folder / "late", exchange="int8:128", pipeline="int8:128"))
+    name = f"late-{exchange.partition(':')[0]}"
+    await swarm.use(prepare_job(folder / name, exchange=exchange, pipeline="int8:128"))
     a, b, c = swarm.engines
     await swarm.assign(THREE, {a.id: Span(0, 1), b.id: Span(1, 2)})
     await swarm.step(0)

@@ -168,7 +168,7 @@ def test_what_is_not_applied_yet_is_not_served_and_not_gone() -> None:
     assert not history.wants(3)
     history.record(4, _update(10), 1 << 20)
     history.applied(5)
-    assert history.serve(5, "stage:0").tensors[0].name == "0:10:exact"
+    assert history.serve(5, "stage:0").tensors[0].name == "0:0:10:exact"
     with pytest.raises(NotYet):
         history.serve(6, "stage:0")
     with pytest.raises(NotHeld):

@@ -297,10 +297,12 @@ class Computer:
                         return ExchangePrepared(step, attempt, group)
                     case ReducePart():
                         self._buffers().reduce(step, attempt, group)
-                        return PartReduced(step, attempt, group)
+                        return PartReduced(step, attempt, group, effect.pass_number)
                     case Assemble():
-                        digest, norm = self._buffers().assemble(step, attempt, group)
-                        return AggregateAssembled(step, attempt, group, digest, norm)
+                        found = self._buffers().assemble(step, attempt, group)
+                        if found is None:
+                            return ExchangePrepared(step, attempt, group, effect.pass_number + 1)
+                        return AggregateAssembled(step, attempt, group, *found)
         except RefusedPart as refused:
             return ExchangeRefused(step, attempt, group, refused.culprit, str(refused))
 

@@ -3,57 +3,41 @@
 The core (`starlings_worker.core.exchange`) says when; here are the tensors. Every member decodes the same
 encoded aggregates, its own too, so replicas stay equal bit for bit. Contributions travel in the job's codec,
 aggregates in what `starlings_job.codecs.return_spec` makes of it for that many contributors.
+
+`lowrank` sums up factors instead of the vector, exactly, and twice: in the first pass the left ones of all matrices
+together with all that is no matrix, in the second the right ones (`starlings_compression.linear`). So `assemble` ends
+the first of two passes and begins the second; what was made for the first stays, for those who still need it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from starlings_compression.codec import Codec, make_codec
 from starlings_compression.errors import CodecError
+from starlings_compression.linear import LinearRounds
 from starlings_compression.spec import CodecSpec, parse_spec
-from starlings_job.codecs import may_return, return_spec
+from starlings_job.codecs import linear_rank, may_return, return_spec
 from starlings_protos.messages import ExchangeGroup, ExchangeHeader, ExchangePurpose, WorkerId
 from starlings_worker import wire
 from starlings_worker.core.events import Leg
+from starlings_worker.core.exchange import PASSES_MOST
 from starlings_worker.digest import bits_digest, is_finite, squared_norm
 from starlings_worker.flat import FlatVector
 from starlings_worker.history import Part
+from starlings_worker.open_group import ArrivedKey, OpenGroup, Pass, RefusedPart, arrived_key, rounds_of
 from starlings_worker.parts import cut
 from starlings_worker.residuals import Residuals
 from starlings_worker.wire import Buffer
 
 # (step, attempt) -> whether that is over.
 _Over = Callable[[int, int], bool]
-_ArrivedKey = tuple[Leg, int, int, str, int, WorkerId]
 
-
-class RefusedPart(Exception):
-    """Something in an exchange was malformed or not finite; `culprit` sent it."""
-
-    def __init__(self, culprit: WorkerId, reason: str) -> None:
-        super().__init__(reason)
-        self.culprit = culprit
-
-
-@dataclass(slots=True)
-class _Open:
-    """One group of one exchange in progress."""
-
-    group: ExchangeGroup
-    purpose: ExchangePurpose
-    own: int
-    vector: Tensor
-    bounds: tuple[tuple[int, int], ...]
-    # In which contributions and aggregates travel.
-    codecs: dict[Leg, Codec]
-    # This worker's encoded parts by part number, and its encoded aggregate of its own part.
-    contributions: dict[int, Buffer] = field(default_factory=dict)
-    aggregate: Buffer | None = None
+__all__ = ["ExchangeBuffers", "RefusedPart"]
 
 
 class ExchangeBuffers:
@@ -62,11 +46,15 @@ class ExchangeBuffers:
     def __init__(self, worker_id: WorkerId, codec: str, vectors: dict[str, FlatVector]) -> None:
         """`codec`: the job's, for gradients. State always travels exactly."""
         self._worker_id = worker_id
-        self._codec = make_codec(codec)
+        self._spec = parse_spec(codec)
         self._exact = make_codec("exact")
+        rank = linear_rank(self._spec)
+        # What travels is no Packed where factors are summed up.
+        self._codec = make_codec(codec) if rank is None else self._exact
         self._vectors = vectors
-        self._open: dict[tuple[int, int, str], _Open] = {}
-        self._arrived: dict[_ArrivedKey, Buffer] = {}
+        self._rounds = {} if rank is None else rounds_of(vectors, rank)
+        self._open: dict[tuple[int, int, str], OpenGroup] = {}
+        self._arrived: dict[ArrivedKey, Buffer] = {}
         # Codecs of aggregates, made once each.
         self._codecs = {c.spec: c for c in (self._codec, self._exact)}
         self._residuals: dict[tuple[str, Leg], Residuals] = {}
@@ -75,20 +63,21 @@ class ExchangeBuffers:
 
     def keep(self, leg: Leg, header: ExchangeHeader, sender: WorkerId, data: Buffer) -> None:
         """Keeps an arrived part, perhaps before its exchange is opened here."""
-        self._arrived[leg, header.step, header.attempt, header.group, header.part, sender] = data
+        self._arrived[arrived_key(leg, header, sender)] = data
 
     def forget(self, leg: Leg, header: ExchangeHeader, sender: WorkerId) -> None:
-        self._arrived.pop((leg, header.step, header.attempt, header.group, header.part, sender), None)
+        self._arrived.pop(arrived_key(leg, header, sender), None)
 
     def outgoing(self, leg: Leg, header: ExchangeHeader) -> tuple[str, int, Buffer] | None:
         """(codec, number of elements, bytes) of an own encoded part; None when it is not there (any more)."""
         opened = self._open.get((header.step, header.attempt, header.group))
-        if opened is None:
+        if opened is None or not 0 <= header.pass_number < len(opened.passes):
             return None
-        data = opened.contributions.get(header.part) if leg is Leg.CONTRIBUTION else opened.aggregate
+        made = opened.passes[header.pass_number]
+        data = made.contributions.get(header.part) if leg is Leg.CONTRIBUTION else made.aggregate
         if data is None:
             return None
-        begin, end = opened.bounds[header.part]
+        begin, end = made.bounds[header.part]
         return opened.codecs[leg].spec.text, end - begin, data
 
     def takes(self, leg: Leg, codec: str) -> bool:
@@ -101,7 +90,14 @@ class ExchangeBuffers:
     @property
     def codec_text(self) -> str:
         """In which gradients travel to the owners of parts."""
-        return self._codec.spec.text
+        return self._spec.text
+
+    def part_limit(self, group: str, pass_number: int) -> int:
+        """Elements of the largest part that a pass of the group could have; 0 when there is no such pass."""
+        if pass_number == 0:
+            return self.vector_size(group)
+        rounds = self._rounds.get(group)
+        return rounds.second_size if rounds is not None and pass_number == 1 else 0
 
     def owed(self) -> list[tuple[str, tuple[int, int], Tensor]]:
         """What lossy codecs have dropped here so far and will send later: (group, elements [begin, end), values)."""
@@ -109,6 +105,10 @@ class ExchangeBuffers:
             (group, bounds, residual)
             for (group, _), residuals in sorted(self._residuals.items(), key=lambda item: item[0][0])
             for bounds, residual in residuals.owed()
+        ] + [
+            (group, bounds, residual)
+            for group, rounds in sorted(self._rounds.items())
+            for bounds, residual in rounds.owed
         ]
 
     @property
@@ -151,71 +151,107 @@ class ExchangeBuffers:
         if group.members[own].worker_id != self._worker_id:
             raise RefusedPart(self._worker_id, f"member {own} of group {group.group} is another worker")
         vector = held.whole_state() if purpose is ExchangePurpose.STATE else held.gradient
-        try:
-            bounds = cut(vector.numel(), [member.share for member in group.members])
-        except ValueError as error:
-            raise RefusedPart(self._worker_id, f"group {group.group}: {error}") from None
-        opened = _Open(group, purpose, own, vector, bounds, self._codecs_of(group, purpose))
+        opened = OpenGroup(group, purpose, own, vector, self._codecs_of(group, purpose))
+        values: Tensor | None = vector
+        if len(group.members) > 1 and purpose is ExchangePurpose.GRADIENT:
+            opened.rounds = self._rounds.get(group.group)
+        if opened.rounds is not None:
+            opened.rounds.rollback()
+            values = opened.rounds.first(vector) if opened.contributes else None
+        self._begin_pass(opened, values, opened.rounds.first_size if opened.rounds else vector.numel())
         self._open[step, attempt, group.group] = opened
-        if len(group.members) == 1:
+
+    def _begin_pass(self, opened: OpenGroup, values: Tensor | None, size: int) -> None:
+        """Cuts what this worker adds to the sum, None: nothing, and encodes it."""
+        members = opened.group.members
+        try:
+            bounds = cut(size, [member.share for member in members])
+        except ValueError as error:
+            raise RefusedPart(self._worker_id, f"group {opened.group.group}: {error}") from None
+        if values is None:
+            values = torch.empty(size, dtype=torch.float32, device=opened.vector.device)
+        opened.passes.append(Pass(values, bounds))
+        if len(members) == 1:
             return
         self._cut_residuals(opened)
-        if group.members[own].weight <= 0.0:
+        if not opened.contributes:
             return
         for part, (begin, end) in enumerate(bounds):
-            if group.members[part].share > 0.0:
-                opened.contributions[part] = self._encode(opened, Leg.CONTRIBUTION, part, vector[begin:end])
+            if members[part].share > 0.0:
+                encoded = self._encode(opened, Leg.CONTRIBUTION, part, values[begin:end])
+                opened.present.contributions[part] = encoded
 
     def reduce(self, step: int, attempt: int, group: str) -> None:
-        """The weighted sum of all members' decoded contributions to the own part, in the members' order,
-        encoded.
+        """The weighted sum of all members' decoded contributions to the own part of the present pass, in the members'
+        order, encoded.
 
         Raises:
             RefusedPart: names who contributed something malformed or not finite.
         """
         opened = self._opened(step, attempt, group)
-        begin, end = opened.bounds[opened.own]
+        present = opened.present
+        begin, end = present.bounds[opened.own]
         total = torch.zeros(end - begin, dtype=torch.float32, device=opened.vector.device)
         codec = opened.codecs[Leg.CONTRIBUTION]
         for position, member in enumerate(opened.group.members):
             if member.weight <= 0.0:
                 continue
             if position == opened.own:
-                data: Buffer | None = opened.contributions[opened.own]
+                data: Buffer | None = present.contributions[opened.own]
             else:
-                data = self._arrived.get(
-                    (Leg.CONTRIBUTION, step, attempt, group, opened.own, member.worker_id)
-                )
+                number = len(opened.passes) - 1
+                key = (Leg.CONTRIBUTION, step, attempt, group, number, opened.own, member.worker_id)
+                data = self._arrived.get(key)
             part = self._decode(codec, data, end - begin, total.device, member.worker_id, "contribution")
             total.add_(part if member.weight == 1.0 else part.mul_(member.weight))
-        opened.aggregate = self._encode(opened, Leg.AGGREGATE, opened.own, total)
+        present.aggregate = self._encode(opened, Leg.AGGREGATE, opened.own, total)
 
-    def assemble(self, step: int, attempt: int, group: str) -> tuple[int, float]:
-        """Every part's aggregate, decoded into the vector. Returns (digest, squared norm) of the whole.
+    def assemble(self, step: int, attempt: int, group: str) -> tuple[int, float] | None:
+        """Every part's aggregate, decoded in place of what was summed up. Returns (digest, squared norm) of the whole
+        vector; or None where that takes a second pass, which has begun now: `outgoing`, `keep`, `reduce` and `assemble`
+        follow once more.
 
         Raises:
             RefusedPart: names the owner of a part that was malformed or not finite.
         """
         opened = self._opened(step, attempt, group)
-        if len(opened.group.members) > 1:
-            codec = opened.codecs[Leg.AGGREGATE]
-            for part, (begin, end) in enumerate(opened.bounds):
-                if begin == end:
-                    continue
-                owner = opened.group.members[part].worker_id
-                if part == opened.own:
-                    data: Buffer | None = opened.aggregate
-                else:
-                    data = self._arrived.get((Leg.AGGREGATE, step, attempt, group, part, owner))
-                try:
-                    if data is None:
-                        raise CodecError("it is not here")
-                    wire.decode_into(codec, data, opened.vector[begin:end])
-                except CodecError as error:
-                    raise RefusedPart(owner, f"the aggregate of part {part} is malformed: {error}") from None
-        elif not is_finite(opened.vector):
-            raise RefusedPart(self._worker_id, "its gradient is not finite")
-        return bits_digest(opened.vector), squared_norm(opened.vector)
+        if len(opened.group.members) == 1:
+            if not is_finite(opened.vector):
+                raise RefusedPart(self._worker_id, "its gradient is not finite")
+            return bits_digest(opened.vector), squared_norm(opened.vector)
+        values = opened.present.values
+        for part, begin, end, data in self._aggregates(opened, step, attempt, len(opened.passes) - 1):
+            owner = opened.group.members[part].worker_id
+            try:
+                if data is None:
+                    raise CodecError("it is not here")
+                wire.decode_into(opened.codecs[Leg.AGGREGATE], data, values[begin:end])
+            except CodecError as error:
+                raise RefusedPart(owner, f"the aggregate of part {part} is malformed: {error}") from None
+        if (rounds := opened.rounds) is not None:
+            if len(opened.passes) == 1:
+                self._begin_pass(opened, rounds.second(values), rounds.second_size)
+                return None
+            rounds.result(opened.passes[0].values, values, opened.vector)
+        digest, norm = bits_digest(opened.vector), squared_norm(opened.vector)
+        if not math.isfinite(norm):
+            raise RefusedPart(self._worker_id, "the product of the summed factors is not finite")
+        return digest, norm
+
+    def _aggregates(
+        self, opened: OpenGroup, step: int, attempt: int, pass_number: int
+    ) -> Iterator[tuple[int, int, int, Buffer | None]]:
+        """(part, begin, end, encoded sum) of each part of a pass that is not empty."""
+        made = opened.passes[pass_number]
+        for part, (begin, end) in enumerate(made.bounds):
+            if begin == end:
+                continue
+            if part == opened.own:
+                yield part, begin, end, made.aggregate
+                continue
+            owner, group = opened.group.members[part].worker_id, opened.group.group
+            key = (Leg.AGGREGATE, step, attempt, group, pass_number, part, owner)
+            yield part, begin, end, self._arrived.get(key)
 
     # ---------------------------------------------------------------- for late joiners
 
@@ -232,24 +268,16 @@ class ExchangeBuffers:
                 found[group] = [Part(0, opened.vector.numel(), self._exact.spec.text, data)]
                 continue
             codec = opened.codecs[Leg.AGGREGATE].spec.text
-            parts = []
-            for part, (begin, end) in enumerate(opened.bounds):
-                if begin == end:
-                    continue
-                owner = opened.group.members[part].worker_id
-                own = part == opened.own
-                encoded = (
-                    opened.aggregate
-                    if own
-                    else self._arrived.get((Leg.AGGREGATE, step, attempt, group, part, owner))
-                )
-                assert encoded is not None, f"part {part} of {group} was decoded and is gone"
-                parts.append(Part(begin, end, codec, encoded))
-            found[group] = parts
+            found[group] = []
+            for number in range(len(opened.passes)):
+                for part, begin, end, encoded in self._aggregates(opened, step, attempt, number):
+                    assert encoded is not None, f"part {part} of {group} was decoded and is gone"
+                    found[group].append(Part(begin, end, codec, encoded, number))
         return found
 
     def replay(self, updates: Mapping[str, Sequence[Part]]) -> dict[str, int]:
-        """Another worker's `updates` become the gradients here, to be applied. Returns their digests by group.
+        """Another worker's `updates` become the gradients here, to be applied; what its codec begins the next exchange
+        with becomes this one's. Returns the gradients' digests by group.
 
         Raises:
             RefusedPart: the culprit is unknown here (""); a group is missing, or its parts are malformed. Gradients
@@ -261,12 +289,32 @@ class ExchangeBuffers:
         except RefusedPart:
             for vector in self._vectors.values():
                 vector.gradient.zero_()
+            for rounds in self._rounds.values():
+                rounds.rollback()
             raise
+        for rounds in self._rounds.values():
+            rounds.commit()
         return {group: bits_digest(vector.gradient) for group, vector in self._vectors.items()}
 
     def _decode_update(self, group: str, gradient: Tensor, parts: Sequence[Part] | None) -> None:
         if parts is None:
             raise RefusedPart(WorkerId(""), f"there is no update of group {group}")
+        passes = [[p for p in parts if p.pass_number == number] for number in range(PASSES_MOST)]
+        rounds = self._rounds.get(group) if passes[1] else None
+        if rounds is None:
+            if len(passes[0]) != len(parts):
+                raise RefusedPart(WorkerId(""), f"the update of group {group} has a pass too many")
+            self._decode_parts(group, gradient, parts)
+            return
+        # Factors, unless the step's only member had nobody to exchange with.
+        sums = [torch.empty(n, device=gradient.device) for n in (rounds.first_size, rounds.second_size)]
+        for values, of_pass in zip(sums, passes, strict=True):
+            self._decode_parts(group, values, of_pass)
+        rounds.rollback()
+        rounds.second(sums[0])
+        rounds.result(sums[0], sums[1], gradient)
+
+    def _decode_parts(self, group: str, gradient: Tensor, parts: Sequence[Part]) -> None:
         position = 0
         for part in sorted(parts, key=lambda part: part.begin):
             if part.begin != position or not position < part.end <= gradient.numel():
@@ -299,15 +347,15 @@ class ExchangeBuffers:
             return key_step < step or (key_step == step and key_attempt < attempt)
 
         self._drop(over)
-        for residuals in self._residuals.values():
-            residuals.rollback()
+        for kept in self._memories():
+            kept.rollback()
 
     def commit(self, step: int) -> None:
         """The step was applied: codec state counts, and what belongs to the step or earlier ones is
         dropped.
         """
-        for residuals in self._residuals.values():
-            residuals.commit()
+        for kept in self._memories():
+            kept.commit()
         self._drop(lambda key_step, _: key_step <= step)
 
     def adopt(self) -> None:
@@ -319,8 +367,13 @@ class ExchangeBuffers:
                 self._vectors[opened.group.group].adopt(opened.vector)
         self._open.clear()
         self._arrived.clear()
-        for residuals in self._residuals.values():
-            residuals.reset()
+        for kept in self._memories():
+            kept.reset()
+
+    def _memories(self) -> Iterator[Residuals | LinearRounds]:
+        """All that codecs remember from step to step."""
+        yield from self._residuals.values()
+        yield from self._rounds.values()
 
     def _drop(self, over: _Over) -> None:
         for key in [k for k in self._open if over(k[0], k[1])]:
@@ -330,15 +383,15 @@ class ExchangeBuffers:
 
     # ---------------------------------------------------------------- codecs
 
-    def _opened(self, step: int, attempt: int, group: str) -> _Open:
+    def _opened(self, step: int, attempt: int, group: str) -> OpenGroup:
         opened = self._open.get((step, attempt, group))
         if opened is None:
             raise RefusedPart(self._worker_id, f"the exchange of {group} is not open here")
         return opened
 
-    def _cut_residuals(self, opened: _Open) -> None:
+    def _cut_residuals(self, opened: OpenGroup) -> None:
         """Error feedback follows the cut of this round: contributions to every part, the aggregate of the own one."""
-        members, bounds, own = opened.group.members, opened.bounds, opened.own
+        members, bounds, own = opened.group.members, opened.present.bounds, opened.own
         parts = {part: bounds[part] for part, member in enumerate(members) if member.share > 0.0}
         for leg, wanted in (
             (Leg.CONTRIBUTION, parts),
@@ -351,7 +404,7 @@ class ExchangeBuffers:
                 self._residuals[key] = Residuals(opened.group.group, opened.vector.device)
             self._residuals[key].cut(opened.codecs[leg], wanted)
 
-    def _encode(self, opened: _Open, leg: Leg, part: int, tensor: Tensor) -> Buffer:
+    def _encode(self, opened: OpenGroup, leg: Leg, part: int, tensor: Tensor) -> Buffer:
         codec, group = opened.codecs[leg], opened.group.group
         name = f"part {part} of {group}"
         try:

@@ -22,26 +22,27 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Elements [begin, end) of a group's vector, encoded."""
+    """Elements [begin, end) of a group's vector, or of what a pass of its exchange sums up, encoded."""
 
     begin: int
     end: int
     codec: str
     data: Buffer
+    pass_number: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.begin}:{self.end}:{self.codec}"
+        return f"{self.pass_number}:{self.begin}:{self.end}:{self.codec}"
 
 
-def parse_part(name: str) -> tuple[int, int, str]:
-    """(begin, end, codec spec).
+def parse_part(name: str) -> tuple[int, int, int, str]:
+    """(pass, begin, end, codec spec).
 
     Raises:
         ValueError: not a part's name.
     """
-    begin, end, codec = name.split(":", 2)
-    return int(begin), int(end), codec
+    number, begin, end, codec = name.split(":", 3)
+    return int(number), int(begin), int(end), codec
 
 
 class History:

@@ -301,7 +301,9 @@ def _check_part(leg: Leg, header: data_pb2.Header, subject: ExchangeHeader, life
     exchange = life.computer.exchange
     if exchange is None:
         raise RefusedError(Refusal.NOT_HELD, "no span is loaded here yet")
-    size = exchange.vector_size(subject.group)
+    size = exchange.part_limit(subject.group, subject.pass_number)
+    if subject.pass_number and not size:
+        raise FrameError(f"the exchange of group {subject.group[:80]} has no pass {subject.pass_number} here")
     if len(header.tensors) != 1 or header.tensors[0].name != "part":
         raise FrameError("an exchange transfer must carry one tensor, 'part'")
     (tensor,) = header.tensors
@@ -313,7 +315,8 @@ def _check_part(leg: Leg, header: data_pb2.Header, subject: ExchangeHeader, life
         )
     if prod(tensor.shape) > size:
         raise FrameError(
-            f"a part of {prod(tensor.shape)} elements of group {subject.group[:80]}, which has {size} here",
+            f"a part of {prod(tensor.shape)} elements of pass {subject.pass_number} of group "
+            f"{subject.group[:80]}, which has {size} here",
             Refusal.LIMIT,
         )
 

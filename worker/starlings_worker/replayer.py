@@ -72,8 +72,8 @@ class Replayer:
         parts = []
         for name, tensor in inbox.tensors().items():
             try:
-                begin, end, codec = parse_part(name)
+                number, begin, end, codec = parse_part(name)
             except ValueError:
                 raise StateTransferError(f"the update of {group} has a part named {name[:40]!r}") from None
-            parts.append(Part(begin, end, codec, tensor.data))
+            parts.append(Part(begin, end, codec, tensor.data, number))
         return parts

@@ -27,9 +27,15 @@ def largest_exchange_bytes(
     """What a worker sends per step to the other holders of its stages, at most; 0 where no stage has two."""
     sent = []
     for index, stage in enumerate(stages):
-        trained = sum(profile.blocks[block].trainable_count for block in stage.blocks)
+        blocks = [profile.blocks[block] for block in stage.blocks]
         sent.append(
-            exchange_bytes(job.exchange.codec, trained, sum(index in span for span in spans.values()))
+            exchange_bytes(
+                job.exchange.codec,
+                sum(block.trainable_count for block in blocks),
+                sum(index in span for span in spans.values()),
+                matrix_elements=sum(block.matrix_count for block in blocks),
+                matrix_sides=sum(block.matrix_sides for block in blocks),
+            )
         )
     return max((sum(sent[s] for s in span.stages) for span in spans.values()), default=0)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from starlings_compression.sizes import matrix_shape
 from starlings_job.model.stage import Model, StageModule, build_stage, described, meta_tensors
 from starlings_job.profile import BlockProfile, Profile
 from starlings_job.records import IMAGES, DatasetMeta
@@ -49,19 +50,20 @@ def measure_profile(
         if kind not in measured:
             measured[kind] = _measure(build_stage(description, index, index), shape)
         flops, activations, parameters, largest, shape = measured[kind]
-        trainable = sum(
-            tensor.numel() for inner, tensor in tensors[name].items() if description.is_trainable(name, inner)
-        )
+        trained = [tensor for inner, tensor in tensors[name].items() if description.is_trainable(name, inner)]
+        matrices = [tensor.shape for tensor in trained if tensor.dim() >= 2]
         blocks.append(
             BlockProfile(
                 name=name,
                 kind=kind,
                 parameter_count=parameters,
-                trainable_count=trainable,
+                trainable_count=sum(tensor.numel() for tensor in trained),
                 flops_per_sample=flops,
                 activation_bytes_per_sample=activations,
                 boundary_bytes_per_sample=4 * torch.Size(shape).numel(),
                 largest_tensor_bytes=largest,
+                matrix_count=sum(shape.numel() for shape in matrices),
+                matrix_sides=sum(sum(matrix_shape(shape)) for shape in matrices),
             )
         )
         if progress is not None:
