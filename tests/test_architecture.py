@@ -51,6 +51,7 @@ PURE = (
     "job/starlings_job/codecs.py",
     "job/starlings_job/memory.py",
     "job/starlings_job/exchange_rules.py",
+    "job/starlings_job/exchange_traffic.py",
     "job/starlings_job/noloco_stability.py",
     "job/starlings_job/profile.py",
     "compression/starlings_compression/spec.py",

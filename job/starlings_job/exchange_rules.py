@@ -75,6 +75,8 @@ class ExchangeRules:
     warmup_fraction: float = 0.0
     # Averagings with different partners per round. More: replicas stay closer, bytes rise in proportion.
     swaps: int = 1
+    # During the warm-up, whose rounds are ten times as frequent. None: as many.
+    warmup_swaps: int | None = None
     # P: a slot exchanges one P-th of the vector, and fragments take turns: each one every P H steps, for a P-th of the
     # bytes per step.
     fragments: int = 1
@@ -117,6 +119,9 @@ class ExchangeRules:
     def schedule(self) -> str:
         """`sync`, `async`, or `local` (local steps with quorum and deadline)."""
         return SCHEDULE[self.preset]
+
+    def swaps_in(self, phase: Phase) -> int:
+        return self.warmup_swaps if phase == self.warmup and self.warmup_swaps is not None else self.swaps
 
     def phase_at(self, tokens_done: int, tokens_total: int) -> Phase:
         """What holds when `tokens_done` of the job's tokens are trained; equal on all who are told the same."""
@@ -217,6 +222,10 @@ def _check_ranges(rules: ExchangeRules) -> None:
         raise RuleError(f"{rules.preset} exchanges every step; write every = 1, or another preset")
     if rules.swaps < 1 or (rules.swaps > 1 and rules.preset not in ("pairs", "palsgd")):
         raise RuleError(f"swaps = {rules.swaps}: {rules.preset} takes 1; pairs and palsgd take 1 or more")
+    if rules.warmup_swaps is not None and not 1 <= rules.warmup_swaps <= rules.swaps:
+        raise RuleError(
+            f"warmup_swaps = {rules.warmup_swaps} is out of range; write 1 to swaps = {rules.swaps}"
+        )
     if rules.fragments < 1:
         raise RuleError(f"fragments = {rules.fragments} cuts nothing; write 1 or more")
     fractions = {
@@ -272,7 +281,7 @@ def _check_noloco(rules: ExchangeRules, phase: Phase) -> None:
             f"noloco with a momentum of {alpha:g} diverges, because its momentum repeats what averaging did; write "
             f'less than {COUPLED_MOMENTUM_LIMIT:g} (0.5 is its paper\'s), or preset = "pairs"'
         )
-    # Kolehmainen et al. 2025, section 3 and appendix: for subsets of two, alpha < gamma < 2 + alpha.
+    # Kolehmainen et al. 2025, the condition on gamma of their appendix: for subsets of two, alpha < gamma < 2 + alpha.
     if not alpha < gamma < 2 + alpha:
         raise RuleError(
             f"noloco keeps its replicas together for gamma between {alpha:g} and {2 + alpha:g}, not with {gamma:g}; "

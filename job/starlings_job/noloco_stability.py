@@ -4,7 +4,7 @@ With x a replica's distance from the mean of all and d its momentum, a round wit
 
     d' = alpha d - gamma (x - x_j) / 2 ;   x' = x + d'
 
-(Kolehmainen et al. 2025, "NoLoCo", equations 2 and 3, without what gradients add). Partners are independent in a large
+(Kolehmainen et al. 2025, "NoLoCo", section 3, without what gradients add). Partners are independent in a large
 swarm, so second moments V = E x^2, C = E x d, D = E d^2 follow a linear map of three numbers, and whether they shrink
 is its spectral radius. A dropped swap leaves d' = alpha d, so drops mix a second map in.
 """

@@ -211,6 +211,23 @@ def test_a_committed_swap_keeps_the_weighted_mean_and_the_steps_taken_meanwhile(
         assert close(theta - state.phi, step.double().numpy(), 1e-5)
 
 
+def test_two_swaps_with_different_partners_average_four_replicas_exactly() -> None:
+    rng = np.random.default_rng(3)
+    thetas = [torch.tensor(vector(rng)) for _ in range(4)]
+    states = [FragmentState.starting_at(t) for t in thetas]
+    for state, theta in zip(states, thetas, strict=True):
+        theta.add_(torch.tensor(vector(rng, 0.1)))
+        PAIRS.at_slot(state, theta, MAIN)
+    mean, momentum = torch.stack(thetas).mean(0), torch.stack([s.momentum for s in states]).mean(0)
+    for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3))):
+        sent = [copied(PAIRS.payload(state, MAIN)) for state in states]
+        for i, j in (pair for two in pairs for pair in (two, two[::-1])):
+            PAIRS.commit(states[i], thetas[i], sent[i], sent[j], 0.5, average(sent[i], sent[j]))
+    for state, theta in zip(states, thetas, strict=True):
+        assert close(theta, mean.numpy(), 1e-12)
+        assert close(state.momentum, momentum.numpy(), 1e-12)
+
+
 @settings(max_examples=15, deadline=None)
 @given(seeds, shares)
 def test_a_one_sided_commit_moves_the_mean_by_at_most_its_bound(seed: int, share: float) -> None:

@@ -6,9 +6,9 @@ is refused, and the outcome names it. Beyond that `[exchange] robust` chooses:
 | robust | aggregate | source |
 | --- | --- | --- |
 | none | weighted mean | |
-| clip | weighted mean of contributions scaled down to the median norm | Sarfi et al. 2025, "SparseLoCo" |
+| clip | weighted mean of contributions scaled down to the median norm | Sun et al. 2019 (norm bound) |
 | trimmed | per coordinate, weighted mean without the largest and smallest | Yin et al. 2018, definition 2 |
-| centered_clip | weighted mean of clipped differences from a centre, repeated | Karimireddy et al. 2021, algorithm 2 |
+| centered_clip | weighted mean of clipped differences from a centre, repeated | Karimireddy et al. 2021 (CClip) |
 
 Weights come from the coordinator's ledger, never from a contribution. Members are summed in the order of their names,
 so that whoever aggregates the same contributions gets the same bits. No I/O.
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from starlings_job.exchange_rules import Robust
-from starlings_worker.digest import squared_norm
 from starlings_worker.outer.outcome import (
     Dropped,
     ImplausibleWeight,
@@ -34,6 +33,7 @@ from starlings_worker.outer.outcome import (
     Reason,
     WrongShape,
 )
+from starlings_worker.outer.state import norm_of
 
 # Of the reference norm. Members' data and step counts differ; ten times as much is no difference of data.
 NORM_FACTOR = 10.0
@@ -93,7 +93,7 @@ def aggregate(
         if reason is not None:
             dropped.append(Dropped(contribution.member, reason))
         elif contribution.weight > 0:
-            sound.append((contribution, math.sqrt(squared_norm(contribution.vector))))
+            sound.append((contribution, norm_of(contribution.vector)))
     if reference_norm is None:
         reference_norm = _lower_median([norm for _, norm in sound if norm > 0])
     limit = NORM_FACTOR * reference_norm
@@ -186,14 +186,14 @@ def _trimmed_mean(vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 def _centered_clip(vectors: Sequence[Tensor], shares: Sequence[float], center: Tensor | None) -> Tensor:
     """v = v + sum_i w_i (x_i - v) min(1, tau / |x_i - v|), repeated.
 
-    Karimireddy et al. 2021, "Learning from history for Byzantine robust optimization", algorithm 2. tau is the median
-    distance from v, found anew each time: so nothing has to be tuned to the model, and half of the members, however
-    far away, count as if they were at that distance.
+    Karimireddy et al. 2021, "Learning from history for Byzantine robust optimization", centred clipping. tau is the
+    median distance from v, found anew each time: so nothing has to be tuned to the model, and whoever is farther away
+    counts as if at that distance.
     """
     point = _coordinate_median(vectors) if center is None else center.clone()
     difference = torch.empty_like(point)
     for _ in range(CENTERED_CLIP_ITERATIONS):
-        distances = [math.sqrt(squared_norm(torch.sub(v, point, out=difference))) for v in vectors]
+        distances = [norm_of(torch.sub(v, point, out=difference)) for v in vectors]
         radius = _lower_median(distances)
         step = torch.zeros_like(point)
         for vector, share, away in zip(vectors, shares, distances, strict=True):

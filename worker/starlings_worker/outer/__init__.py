@@ -1,7 +1,8 @@
 """The arithmetic of low-communication training: what an exchange does to weights, once bytes are decoded.
 
 Pure: tensors in, tensors changed in place; no clock, no dice, no I/O, and nothing here knows of peers or codecs.
-Numbers and their checks: `starlings_job.exchange_rules` (`rules_for("pairs")`, `phase_at`, torch-free).
+Numbers and their checks: `starlings_job.exchange_rules` (`rules_for("pairs")`, `phase_at`, torch-free); bytes:
+`starlings_job.exchange_traffic`.
 
 | file | what |
 | --- | --- |

@@ -4,8 +4,8 @@
     afterwards:  x = x_i - sent + received ;  w likewise ;  theta = x / w
 
 Assran et al. 2019, "Stochastic gradient push", algorithm 1: delivery may be one-sided, since x and w lose and gain
-alike, so that theta stays an average. Gradients act on theta. Peers follow the one-peer exponential graph (its section
-5; Ying et al. 2021, section 3): after log2(n) steps of n = 2^k replicas each has the exact mean of all. Inner steps:
+alike, so that theta stays an average. Gradients act on theta. Peers follow the one-peer exponential graph (Ying et
+al. 2021): after log2(n) steps of n = 2^k replicas each has the exact mean of all. Inner steps:
 `quasi_global.py`.
 """
 

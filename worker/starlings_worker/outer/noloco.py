@@ -2,7 +2,7 @@
 
     delta = alpha delta - beta mean(Delta) - gamma (phi - mean(phi)) ;  phi = theta = phi + delta
 
-Means over the two of a pair, Delta = phi - theta. Kolehmainen et al. 2025, "NoLoCo", section 3, equations 1-3. alpha is
+Means over the two of a pair, Delta = phi - theta. Kolehmainen et al. 2025, "NoLoCo", section 3. alpha is
 `outer_momentum`, beta `outer_rate`; the authors train with alpha .5, beta .7 and gamma .7, every 50 steps.
 
 It is linear, so it is split here into what a replica does alone at the slot, and what is added when the swap commits:

@@ -39,6 +39,7 @@ from starlings_worker.outer.state import (
     chunks,
     distance,
     nesterov_step,
+    norm_of,
 )
 
 # Farther away than this many times the usual distance is no honest partner. Wide, so that the sides of a network that
@@ -126,11 +127,10 @@ class Pairs:
             if verdict is not None:
                 return verdict
         if own.m is not None and theirs.m is not None:
-            zero = torch.zeros_like(own.m)
-            size = distance(theirs.m, zero)
+            size = norm_of(theirs.m)
             if not math.isfinite(size):
                 return refuse(NotFinite("its momentum is"))
-            limit = MOMENTUM_FACTOR * max(distance(own.m, zero), far)
+            limit = MOMENTUM_FACTOR * max(norm_of(own.m), far)
             if size > limit:
                 return refuse(OutOfNorm("its momentum is", size, limit))
         return Average(far)
@@ -168,7 +168,7 @@ def plausible_distance(own: Tensor, theirs: Tensor, usual_distance: float | None
     far = distance(theirs, own)
     if not math.isfinite(far):
         return NotFinite("its weights are")
-    limit = distance(own, torch.zeros_like(own))
+    limit = norm_of(own)
     if usual_distance:
         limit = min(limit, DISTANCE_FACTOR * usual_distance)
     return far if far <= limit else OutOfNorm("its distance is", far, limit)

@@ -6,7 +6,7 @@ algorithm 1: the buffer is fed with the whole change of the weights, averaging i
     step:           theta = theta - lr (beta m^ + g)
     after gossip:   d = (theta_before - theta) / lr ;  m^ = mu m^ + (1 - mu) d
 
-and for Adam (its section 5 and the authors' code) the second moment, with the change scaled to norm 1:
+and for Adam (as in its authors' code) the second moment, with the change scaled to norm 1:
 
     step:           m = beta1 m + (1 - beta1) g ;  v = beta2 v^ + (1 - beta2) g^2, both corrected for their start
                     theta = theta - lr m / (sqrt(v) + eps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from starlings_job.exchange_rules import Phase
+from starlings_worker.digest import squared_norm
 
 # Temporaries stay this small: within a core's cache on a CPU, few launches on a GPU.
 _CHUNK_ELEMENTS_CPU = 1 << 16
@@ -88,7 +90,7 @@ def nesterov_step(phi: Tensor, momentum: Tensor, displacement: Tensor, eta: floa
     """m = mu m + D ;  phi = phi - eta (D + mu m). In place; `displacement` (a chunk, D) is used up.
 
     Nesterov's momentum as SGD with momentum is usually written (Sutskever et al. 2013, section 2, with the parameters
-    at the point looked ahead to); the outer step of DiLoCo (Douillard et al. 2023, algorithm 1, line 14).
+    at the point looked ahead to); the outer step of DiLoCo (Douillard et al. 2023, algorithm 1).
     """
     momentum.mul_(mu).add_(displacement)
     displacement.add_(momentum, alpha=mu)
@@ -102,6 +104,11 @@ def add_correction(targets: tuple[Tensor, ...], theirs: Tensor, own: Tensor, fac
         correction = torch.sub(theirs[begin:end], own[begin:end]).mul_(factor)
         for target in targets:
             target[begin:end].add_(correction)
+
+
+def norm_of(vector: Tensor) -> float:
+    """Euclidean, summed in float64; infinite or nan where values are not finite."""
+    return math.sqrt(squared_norm(vector))
 
 
 @torch.no_grad()
