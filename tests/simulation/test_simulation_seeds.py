@@ -54,6 +54,7 @@ def test_the_fast_seeds_meet_what_they_are_for() -> None:
     faults = [fault for seed in range(FAST) for fault in draw(seed).faults]
     assert {fault.kind for fault in faults} == set(FaultKind)
     assert {fault.moment for fault in faults} == {None, *Moment}
+    assert {draw(seed).passes for seed in range(FAST)} == {1, 2}
     outcomes = [run(seed) for seed in range(12)]
     assert sum(outcome.restarts > 0 for outcome in outcomes) >= 2
     assert sum(outcome.broken_transfers for outcome in outcomes) >= 20

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from starlings_protos.messages import ExchangeHeader
+from starlings_protos import data_pb2, frames
+from starlings_protos.frames import FrameError
+from starlings_protos.messages import ExchangeHeader, Refusal
 from starlings_worker.core.events import Leg
 from starlings_worker.exchange import RefusedPart
 from starlings_worker.history import Part, parse_part
+from starlings_worker.inbound import check_part
 from support.exchange_swarm import GROUP, Swarm
 
 torch.set_num_threads(1)
@@ -268,6 +273,32 @@ def test_limits_and_codecs_of_each_pass():
         assert buffers.takes(leg, "exact")
         assert not buffers.takes(leg, "lowrank:2")
         assert not buffers.takes(leg, "int8:128")
+
+
+@pytest.mark.parametrize(
+    ("number", "count", "codec", "refusal"),
+    [
+        (0, SIZE + 1, "exact", Refusal.LIMIT),
+        (0, 128, "lowrank:2", Refusal.MALFORMED),
+        (1, 2 * 60 + 1, "exact", Refusal.LIMIT),
+        (2, 8, "exact", Refusal.MALFORMED),
+        (2, 0, "exact", Refusal.MALFORMED),
+    ],
+)
+def test_headers_of_parts_that_no_pass_has_are_refused(number: int, count: int, codec: str, refusal: Refusal):
+    exchange = Swarm(SHAPES, 1, "lowrank:2").buffers[0]
+    life: Any = SimpleNamespace(computer=SimpleNamespace(exchange=exchange))
+
+    def check(number: int, count: int, codec: str) -> None:
+        subject = ExchangeHeader(0, 0, GROUP, 0, 1, number)
+        tensor = frames.tensor_header("part", data_pb2.DATA_TYPE_FLOAT32, (count,), 4 * count, codec=codec)
+        check_part(Leg.CONTRIBUTION, frames.make_header(subject, [tensor]), subject, life)
+
+    check(0, SIZE, "exact")
+    check(1, 2 * 60, "exact")
+    with pytest.raises(FrameError) as refused:
+        check(number, count, codec)
+    assert refused.value.refusal is refusal
 
 
 def test_updates_that_do_not_fit_are_refused_whole():

@@ -161,7 +161,7 @@ class DataService(data_pb2_grpc.DataServicer):
             )
             subject = frames.subject_of(header)
             assert isinstance(subject, ExchangeHeader)
-            _check_part(leg, header, subject, life)
+            check_part(leg, header, subject, life)
             answer = self._with_room(
                 sender, header, life, lambda: life.core.admit_part(leg, subject, sender, life.now_s)
             )
@@ -297,7 +297,12 @@ def _check_microbatch(direction: Direction, header: data_pb2.Header, life: Life)
             raise FrameError(f"tensor {tensor.name!r} has the wrong type, or another codec than {codec}")
 
 
-def _check_part(leg: Leg, header: data_pb2.Header, subject: ExchangeHeader, life: Life) -> None:
+def check_part(leg: Leg, header: data_pb2.Header, subject: ExchangeHeader, life: Life) -> None:
+    """What can be told of a part before its body is read, and before its round is open.
+
+    Raises:
+        FrameError, RefusedError: no pass of the group's exchange has such a part.
+    """
     exchange = life.computer.exchange
     if exchange is None:
         raise RefusedError(Refusal.NOT_HELD, "no span is loaded here yet")
