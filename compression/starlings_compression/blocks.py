@@ -30,6 +30,8 @@ from starlings_compression.tensors import DATA_TYPES, TORCH_TYPES, chunk_element
 
 # Below the smallest normal number machines disagree (some flush to zero), so scales never go there.
 SMALLEST_NORMAL = 2.0**-126
+# That, and infinity, as the bits of bfloat16.
+SMALLEST_NORMAL_BITS, INFINITY_BITS = 0x0080, 0x7F80
 BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -151,15 +153,11 @@ class BlockCodec(Codec):
 
     def reader(self, form: Form, sections: tuple[memoryview, ...], device: torch.device) -> Reader:
         check_floating(form.data_type, "packed tensor", self.spec)
-        scales = view(sections[0], torch.bfloat16).to(torch.float32)
+        scale_bits = view(sections[0], torch.int16)
+        _check_scales(scale_bits)
+        scales = scale_bits.view(torch.bfloat16).to(torch.float32)
         codes = view(sections[-1], torch.uint8)
-        largest_scale, largest_code = 0.0, self.largest_code
-        if scales.numel():
-            low, high = torch.aminmax(scales)
-            largest_scale = float(high)
-            # Written so that NaN fails too.
-            if not (float(low) >= 0.0 and largest_scale < float("inf")):
-                raise CodecError("a scale is negative or not finite")
+        largest_scale, largest_code = float(scales.amax()) if scales.numel() else 0.0, self.largest_code
         check_rest(codes, form.element_count, self.bits)
         self.check_codes(codes)
         means = None
@@ -180,6 +178,21 @@ class BlockCodec(Codec):
         pack(numbers, self.bits, packed)
         self.get(packed, levels)
         return levels
+
+
+def _check_scales(bits: torch.Tensor) -> None:
+    """Raises CodecError unless all are zero, or positive normal numbers of bfloat16 (given as int16).
+
+    No encoder writes others. Machines that flush subnormal numbers would decode them to other values than the rest.
+    """
+    if bits.numel() == 0:
+        return
+    low, high = map(int, torch.aminmax(bits))
+    # With the sign in front, the bits of positive numbers are in order, and those of negative ones are below zero.
+    if low < 0 or high >= INFINITY_BITS:
+        raise CodecError("a scale is negative or not finite")
+    if low < SMALLEST_NORMAL_BITS and bool(((bits > 0) & (bits < SMALLEST_NORMAL_BITS)).any()):
+        raise CodecError("a scale is too small to be a normal number")
 
 
 class Workspace:

@@ -21,11 +21,11 @@ from starlings_compression.layout import DataType, Form
 from starlings_compression.products import aligned, one_thread
 from starlings_compression.sizes import Tiling, index_bits, tiling_of
 from starlings_compression.sparse import (
+    IndexWriter,
     Reducer,
     check_indices,
     largest_of_rows,
     read_indices,
-    write_indices,
 )
 from starlings_compression.state import CodecState
 from starlings_compression.tensors import DATA_TYPES, TORCH_TYPES, chunk_elements, finite_peak
@@ -58,7 +58,7 @@ class DctTopkCodec(Reducer):
         kept = min(kept, tiling.tile_elements)
         flat = values.view(-1)
         chosen = torch.empty(tiling.count * kept, dtype=torch.float32, device=flat.device)
-        indices = torch.empty(tiling.count * kept, dtype=torch.int32, device=flat.device)
+        indices = IndexWriter(index_bits(side * side), sections[0])
         transform = _Transform(tiling, flat.device)
         done = 0
         for start in range(0, flat.numel(), transform.step):
@@ -66,12 +66,12 @@ class DctTopkCodec(Reducer):
                 with one_thread():
                     coefficients = transform.forward(part, scale)
                 found, where = largest_of_rows(coefficients, kept)
-                tiles = slice(done, done + found.numel())
-                chosen[tiles], indices[tiles] = found.view(-1), where.view(-1)
-                done = tiles.stop
+                chosen[done : done + found.numel()] = found.view(-1)
+                indices.add(where.view(-1))
+                done += found.numel()
+        indices.close()
         if scale != 1.0:
             chosen.div_(scale).clamp_(-FLOAT32_MAX, FLOAT32_MAX)
-        write_indices(indices, index_bits(side * side), sections[0])
         self.inner.write(chosen, sections[1:], name, state)
 
     def reader(self, form: Form, sections: tuple[memoryview, ...], device: torch.device) -> Reader:
@@ -134,12 +134,14 @@ class _Transform:
         turned = torch.matmul(tiles, self._across.t())
         return torch.matmul(self._down, turned).reshape(-1, cut.tile_elements)
 
-    def backward(self, coefficients: torch.Tensor, part: torch.Tensor) -> None:
-        """Writes the elements of a part."""
+    def backward(self, coefficients: torch.Tensor, part: torch.Tensor, bound: float | None) -> None:
+        """Writes the elements of a part, of any floating type; none beyond `bound`."""
         cut = self.tiling
         tiles = coefficients.view(part.shape[0], -1, cut.tile_rows, cut.tile_columns)
         with one_thread():
             values = torch.matmul(torch.matmul(self._down.t(), tiles), self._across)
+        if bound is not None:
+            values.nan_to_num_(nan=0.0, posinf=bound, neginf=-bound).clamp_(-bound, bound)
         rows = values.transpose(1, 2).reshape(part.shape[0], cut.tile_rows, -1)
         part.copy_(rows[:, : part.shape[1], : part.shape[2]])
 
@@ -160,23 +162,15 @@ class _DctReader:
     def read(self, start: int, stop: int, into: torch.Tensor) -> None:
         transform = self._transform
         cut = transform.tiling
-        # Elsewhere first where values must be bounded, or the last row is not whole.
-        direct = into.dtype == torch.float32 and self._bound is None and into.numel() % cut.columns == 0
-        values = (
-            into
-            if direct
-            else into.new_empty(-(-into.numel() // cut.columns) * cut.columns, dtype=torch.float32)
-        )
+        # Elsewhere first where the last row is not whole.
+        direct = into.numel() % cut.columns == 0
+        values = into if direct else into.new_empty(-(-into.numel() // cut.columns) * cut.columns)
         first = start // self.granularity * cut.across
         for part in transform.parts(values):
             last = first + transform.tiles_of(part)
             coefficients = torch.zeros(last - first, cut.tile_elements, device=into.device)
             coefficients.scatter_(1, self._indices[first:last].long(), self._values[first:last])
-            transform.backward(coefficients, part)
+            transform.backward(coefficients, part, self._bound)
             first = last
-        if self._bound is not None:
-            values.nan_to_num_(nan=0.0, posinf=self._bound, neginf=-self._bound).clamp_(
-                -self._bound, self._bound
-            )
-        if values is not into:
+        if not direct:
             into.copy_(values[: into.numel()])

@@ -70,6 +70,10 @@ def check_rest(packed: torch.Tensor, count: int, bits: int) -> None:
 
 # ---------------------------------------------------------------------- indices
 
+# Unpacked at once, an even number: numbers of 32 bits for the bytes of all of them would take more memory than the
+# tensor.
+PIECE_INDICES = 1 << 18
+
 
 def pack_indices(indices: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     """Packs int32 indices below 2**bits (8, 12 or 16) into the uint8 tensor `out`."""
@@ -90,15 +94,23 @@ def pack_indices(indices: torch.Tensor, bits: int, out: torch.Tensor) -> None:
 
 def unpack_indices(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """`count` int32 indices. Raises CodecError when bits behind the last one are set."""
-    words = packed.to(torch.int32)
-    if bits == 8:
-        return words
-    if bits == 16:
-        return words[0::2] | (words[1::2] << 8)
-    if count % 2 and int(words[-1]) >> 4:
+    if bits == 12 and count % 2 and int(packed[-1]) >> 4:
         raise CodecError("bits behind the last index are set")
-    middle = words[1::3]
     indices = torch.empty(count, dtype=torch.int32, device=packed.device)
-    indices[0::2] = words[0::3] | ((middle & 0xF) << 8)
-    indices[1::2] = (middle[: count // 2] >> 4) | (words[2::3] << 4)
+    for start in range(0, count, PIECE_INDICES):
+        stop = min(start + PIECE_INDICES, count)
+        _unpack_piece(packed[start * bits // 8 : -(-stop * bits // 8)], bits, indices[start:stop])
     return indices
+
+
+def _unpack_piece(packed: torch.Tensor, bits: int, into: torch.Tensor) -> None:
+    if bits == 8:
+        into.copy_(packed)
+        return
+    words = packed.to(torch.int32)
+    if bits == 16:
+        torch.bitwise_or(words[0::2], words[1::2] << 8, out=into)
+        return
+    middle = words[1::3]
+    into[0::2] = words[0::3] | ((middle & 0xF) << 8)
+    into[1::2] = (middle[: into.numel() // 2] >> 4) | (words[2::3] << 4)

@@ -56,19 +56,48 @@ def check_indices(indices: torch.Tensor, limit: int) -> None:
     # They ascend, so the last of each row is its largest.
     if int(indices[:, -1].max()) >= limit:
         raise CodecError(f"an index is not below {limit}")
-    if indices.shape[1] > 1 and not bool((indices[:, 1:] > indices[:, :-1]).all()):
-        raise CodecError("indices do not ascend")
+    kept = indices.shape[1]
+    if kept > 1:
+        step = chunk_elements(indices.device, kept) // kept
+        for start in range(0, indices.shape[0], step):
+            rows = indices[start : start + step]
+            if not bool((rows[:, 1:] > rows[:, :-1]).all()):
+                raise CodecError("indices do not ascend")
 
 
-def write_indices(indices: torch.Tensor, bits: int, section: memoryview) -> None:
-    """Packs flat int32 indices, on their device, into a section."""
-    target = view(section, torch.uint8)
-    if indices.device.type == "cpu":
-        pack_indices(indices, bits, target)
-    else:
-        packed = torch.empty_like(target, device=indices.device)
-        pack_indices(indices, bits, packed)
-        target.copy_(packed)
+class IndexWriter:
+    """Packs int32 indices into a section as they are found: all of them together take as much memory as the values."""
+
+    def __init__(self, bits: int, section: memoryview) -> None:
+        self._bits = bits
+        self._target = view(section, torch.uint8)
+        self._written_bytes = 0
+        # The first half of three bytes, where an odd number of 12-bit indices was added.
+        self._left: torch.Tensor | None = None
+
+    def add(self, indices: torch.Tensor) -> None:
+        """Flat indices, on any device; they may be overwritten."""
+        if self._left is not None:
+            indices, self._left = torch.cat([self._left, indices]), None
+        if self._bits == 12 and indices.numel() % 2:
+            indices, self._left = indices[:-1], indices[-1:].clone()
+        self._write(indices)
+
+    def close(self) -> None:
+        if self._left is not None:
+            self._write(self._left)
+            self._left = None
+
+    def _write(self, indices: torch.Tensor) -> None:
+        start, length = self._written_bytes, -(-indices.numel() * self._bits // 8)
+        target = self._target[start : start + length]
+        if indices.device.type == "cpu":
+            pack_indices(indices, self._bits, target)
+        else:
+            packed = torch.empty_like(target, device=indices.device)
+            pack_indices(indices, self._bits, packed)
+            target.copy_(packed)
+        self._written_bytes += length
 
 
 def read_indices(section: memoryview, bits: int, count: int, device: torch.device) -> torch.Tensor:
@@ -91,22 +120,23 @@ class TopkCodec(Reducer):
         kept, chunk = self.arguments
         total = kept_of(flat.numel(), chunk, kept)
         chosen = torch.empty(total, dtype=flat.dtype, device=flat.device)
-        indices = torch.empty(total, dtype=torch.int32, device=flat.device)
+        indices = IndexWriter(index_bits(chunk), sections[0])
         whole = flat.numel() // chunk
         rows = flat[: whole * chunk].view(whole, chunk)
         step = chunk_elements(flat.device, chunk) // chunk
         for start in range(0, whole, step):
             found, where = largest_of_rows(rows[start : start + step], kept)
-            part = slice(start * kept, start * kept + found.numel())
-            chosen[part], indices[part] = found.view(-1), where.view(-1)
+            chosen[start * kept : start * kept + found.numel()] = found.view(-1)
+            indices.add(where.view(-1))
         if whole * chunk < flat.numel():
             rest = flat[whole * chunk :].view(1, -1)
             found, where = largest_of_rows(rest, total - whole * kept)
-            chosen[whole * kept :], indices[whole * kept :] = found.view(-1), where.view(-1)
+            chosen[whole * kept :] = found.view(-1)
+            indices.add(where.view(-1))
+        indices.close()
         # NaN and infinity are the largest of their chunk: here they are, if there are any.
         if not is_finite(chosen):
             raise CodecError(f"{name}: NaN or infinite values")
-        write_indices(indices, index_bits(chunk), sections[0])
         self.inner.write(chosen, sections[1:], name, state)
 
     def reader(self, form: Form, sections: tuple[memoryview, ...], device: torch.device) -> Reader:

@@ -11,6 +11,7 @@ from codec_cases import LIMIT, normal, relative_error, round_trip
 from starlings_compression import packing
 from starlings_compression.codec import make_codec
 from starlings_compression.errors import CodecError
+from starlings_compression.sparse import IndexWriter
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 40), st.integers(0, 1000))
@@ -37,6 +38,25 @@ def test_indices_are_packed_lowest_bits_first(bits: int, count: int, seed: int) 
     number = sum(int(index) << (i * bits) for i, index in enumerate(indices))
     assert bytes(packed.tolist()) == number.to_bytes(packed.numel(), "little")
     assert torch.equal(packing.unpack_indices(packed, bits, count), indices)
+
+
+@given(st.sampled_from([8, 12, 16]), st.lists(st.integers(0, 9), max_size=6), st.integers(0, 1000))
+@settings(max_examples=100, deadline=None)
+def test_indices_written_and_read_in_pieces_are_those_of_one(bits: int, counts: list[int], seed: int) -> None:
+    indices = torch.randint(
+        0, 1 << bits, (sum(counts),), generator=torch.Generator().manual_seed(seed), dtype=torch.int32
+    )
+    whole = torch.empty(-(-len(indices) * bits // 8), dtype=torch.uint8)
+    packing.pack_indices(indices, bits, whole)
+    section = bytearray(len(whole))
+    writer = IndexWriter(bits, memoryview(section))
+    for piece in indices.split(counts):
+        writer.add(piece)
+    writer.close()
+    assert section == bytes(whole.tolist())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "PIECE_INDICES", 4)
+        assert torch.equal(packing.unpack_indices(whole, bits, len(indices)), indices)
 
 
 @pytest.mark.parametrize(("bits", "count"), [(4, 3), (2, 5), (1, 9)])

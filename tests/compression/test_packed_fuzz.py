@@ -146,6 +146,8 @@ def test_lying_headers() -> None:
         "scale NaN": lie(data, first_section, b"\xc0\x7f"),
         "scale infinite": lie(data, first_section, b"\x80\x7f"),
         "scale negative": lie(data, first_section, b"\x00\xbf"),
+        "scale minus zero": lie(data, first_section, b"\x00\x80"),
+        "scale subnormal": lie(data, first_section, b"\x7f\x00"),
     }
     for name, lying in lies.items():
         assert lying != data, name

@@ -44,6 +44,7 @@ def corpus() -> dict[str, bytes]:
         "bad spec": int8.replace(b"int8:8", b"int8:9"),
         "bad other spec": int8.replace(b"int8:8", b"sign:8"),
         "bad scale": int8[:48] + b"\xff\x7f" + int8[50:],
+        "bad scale below normal": int8[:48] + b"\x7f\x00" + int8[50:],
         "bad index": topk[:64] + b"\x00\xff\x00" + topk[67:],
         "bad frame": squeezed[:-3] + b"\xff\xff\xff",
         "bad frame cut short": squeezed[:-1],
