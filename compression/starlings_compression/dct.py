@@ -84,7 +84,7 @@ class DctTopkCodec(Reducer):
         check_indices(indices, tiling.tile_elements)
         values = self.read_values(count, DataType.FLOAT32, sections[1:], device).view(-1, kept)
         largest = min(torch.finfo(TORCH_TYPES[form.data_type]).max, FLOAT32_MAX)
-        reach = kept * float(values.abs().amax()) if count else 0.0
+        reach = kept * finite_peak(values, "coefficients")
         return _DctReader(_Transform(tiling, device), indices, values, largest if reach > largest else None)
 
 

@@ -65,7 +65,7 @@ class LowrankCodec(Reducer):
         values = self.read_values(self._rank * (rows + columns), DataType.FLOAT32, sections, device)
         left, right = values[: self._rank * rows], values[self._rank * rows :]
         largest = min(torch.finfo(TORCH_TYPES[form.data_type]).max, FLOAT32_MAX)
-        reach = self._rank * float(left.abs().amax()) * float(right.abs().amax())
+        reach = self._rank * finite_peak(left, "factor") * finite_peak(right, "factor")
         return _LowrankReader(
             left.view(self._rank, rows), right.view(self._rank, columns), largest if reach > largest else None
         )
