@@ -52,7 +52,7 @@ class Worker:
         from starlings_protos.identity import Identity
         from starlings_protos.messages import WorkerId
         from starlings_worker.exchange import ExchangeBuffers
-        from starlings_worker.flat import Entry, FlatVector
+        from starlings_worker.flat import Entry, FlatVector, keeps
         from starlings_worker.links import Links
         from starlings_worker.meters import Meters
 
@@ -62,7 +62,7 @@ class Worker:
         self.identity = Identity.from_pem(*pems)
         self.own, self.ids = start["own"], [WorkerId(i) for i in start["ids"]]
         self.elements = start["elements"]
-        self.vector = FlatVector(GROUP, [Entry("b", "p", (self.elements,))], (), torch.device("cpu"))
+        self.vector = FlatVector(GROUP, [Entry("b", "p", (self.elements,))], keeps(), torch.device("cpu"))
         self.source = torch.randn(self.elements, generator=torch.Generator().manual_seed(self.own))
         vectors = {GROUP: self.vector}
         self.buffers = {c: ExchangeBuffers(self.ids[self.own], c, vectors) for c in CODECS}

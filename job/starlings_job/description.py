@@ -57,6 +57,10 @@ class ModelDescription:
         layers = tuple(f"layers.{i}" for i in range(self.layer_count))
         return ("embed", *layers, "head") if self.is_language_model else layers
 
+    def is_hidden(self, block: str) -> bool:
+        """Whether a block maps hidden states to hidden states: all but the first and the last one do."""
+        return block not in (self.blocks[0], self.blocks[-1])
+
     def kind(self, block: str) -> str:
         """Blocks of one kind cost alike: one of each is measured. Each child of a Sequential is its own."""
         if self.is_language_model and block.startswith("layers."):

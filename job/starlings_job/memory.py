@@ -2,7 +2,7 @@
 
 The terms are those of the design's section 5. Bytes per trained parameter:
 
-    4 weights + 4 gradients + optimizer (AdamW 8, SGD with momentum 4, SGD 0)
+    4 weights + 4 gradients + optimizer (AdamW and NAdam 8, Muon 4, SGD with momentum 4, 8-bit AdamW 2.03, SGD 0)
     + 4 optimizer temporaries + 8 error feedback (lossy exchange) + 2 autocast copy + 4 per extra version
 
 and per frozen parameter 4 (+ 2). Per microbatch in flight: the stage's input and its activations; with
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from starlings_job.codecs import keeps_residual
+from starlings_job.optimizers import OptimizerName, state_bytes_per_parameter
 from starlings_job.profile import Profile
 
 HEADROOM = 0.10
@@ -29,7 +30,7 @@ class OptimizerSettings(Protocol):
     """The part of `[train]` that memory depends on."""
 
     @property
-    def optimizer(self) -> str: ...
+    def optimizer(self) -> OptimizerName: ...
     @property
     def momentum(self) -> float: ...
 
@@ -67,7 +68,7 @@ def bytes_per_parameter(
         autocast: forward and backward in bfloat16 beside float32 master weights.
         extra_versions: further copies of the weights, such as a snapshot that is being served.
     """
-    optimizer = 8 if train.optimizer == "adamw" else 4 if train.momentum else 0
+    optimizer = state_bytes_per_parameter(train.optimizer, train.momentum)
     feedback = 8 if keeps_residual(exchange_codec) else 0
     return 4 + 4 + optimizer + 4 + feedback + (2 if autocast else 0) + 4 * extra_versions
 

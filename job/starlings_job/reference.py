@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from starlings_job.data.batch import decode_records, loss_sum
 from starlings_job.description import ModelDescription
 from starlings_job.model.initial import split, whole_model
 from starlings_job.model.tensors import torch_tensor
+from starlings_job.optimizers import takes_muon
 from starlings_job.prepared import load_prepared, weights_url
 from starlings_job.records import RecordStore
 from starlings_job.sampling import samples_of_step
@@ -59,7 +61,7 @@ def train_reference(
     description = job.description
     model = load_whole(job_dir, description).to(device).train()
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = make_optimizer(trained, job.train)
+    optimizers = make_optimizers(model, description, job.train)
     losses, norms = [], []
     begin = time.perf_counter()
     with RecordStore(job_dir) as store:
@@ -68,10 +70,12 @@ def train_reference(
             norm = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
             if job.train.clip:
                 nn.utils.clip_grads_with_norm_(trained, job.train.clip, norm)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(job.train, step, job.steps_total)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            rate = learning_rate(job.train, step, job.steps_total)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * group.get("rate_factor", 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             losses.append(loss)
             norms.append(float(norm))
             if on_step is not None:
@@ -104,20 +108,62 @@ def load_whole(
     return model
 
 
-def make_optimizer(parameters: list[nn.Parameter], train: TrainSection) -> torch.optim.Optimizer:
-    """torch's own optimizer with the job's settings; weight decay on tensors of two or more dimensions only."""
-    if train.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=train.lr, momentum=train.momentum)
+def make_optimizers(
+    model: nn.Module, description: ModelDescription, train: TrainSection
+) -> list[torch.optim.Optimizer]:
+    """torch's own optimizers with the job's settings; weight decay on tensors of two or more dimensions only.
+
+    Two for Muon, which iterates in bfloat16 here. For 8-bit moments AdamW, which they approximate. A group's rate is
+    the step's times its "rate_factor".
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    betas, adamw_rate = (train.beta1, train.beta2), 1.0
+    optimizers: list[torch.optim.Optimizer] = []
+    rest = list(trained.values())
+    match train.optimizer:
+        case "sgd":
+            return [torch.optim.SGD(rest, lr=train.lr, momentum=train.momentum)]
+        case "muon":
+            matrices = [p for name, p in trained.items() if _takes_muon(description, name, p)]
+            chosen = {id(p) for p in matrices}
+            rest, adamw_rate = [p for p in rest if id(p) not in chosen], train.muon_adamw_lr
+            if matrices:
+                muon = torch.optim.Muon(
+                    matrices,
+                    weight_decay=train.weight_decay,
+                    momentum=train.momentum,
+                    ns_steps=train.muon_iterations,
+                    adjust_lr_fn="match_rms_adamw" if train.muon_scale == "rms" else "original",
+                )
+                optimizers.append(muon)
+        case "adamw" | "adamw8bit" | "nadam":
+            pass
+        case _:
+            assert_never(train.optimizer)
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {
+            "params": [p for p in rest if (p.ndim >= 2) == decays],
+            "weight_decay": train.weight_decay if decays else 0.0,
+            "rate_factor": adamw_rate,
+        }
+        for decays in (True, False)
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=train.lr,
-        betas=(train.beta1, train.beta2),
-        eps=train.epsilon,
-    )
+    groups = [group for group in groups if group["params"]]
+    if train.optimizer == "nadam":
+        nadam = torch.optim.NAdam(
+            groups,
+            betas=betas,
+            eps=train.epsilon,
+            momentum_decay=train.momentum_decay,
+            decoupled_weight_decay=True,
+        )
+        return [nadam]
+    return [*optimizers, torch.optim.AdamW(groups, betas=betas, eps=train.epsilon)] if groups else optimizers
+
+
+def _takes_muon(description: ModelDescription, name: str, parameter: nn.Parameter) -> bool:
+    place = description.locate(name)
+    return place is not None and takes_muon(tuple(parameter.shape), hidden=description.is_hidden(place[0]))
 
 
 def accumulate(model: nn.Module, job: JobSpec, store: RecordStore, step: int, device: str) -> float:

@@ -18,6 +18,7 @@ from pydantic import (
 from starlings_compression.policy import Role
 from starlings_compression.spec import parse_spec
 from starlings_job.codecs import check_codec
+from starlings_job.optimizers import MUON_MOMENTUM, SETTINGS, OptimizerName, misplaced
 from starlings_job.presets import PRESETS
 from starlings_job.units import parse_bytes, parse_count
 from starlings_protos.bus.address import parse_bus_url
@@ -125,7 +126,8 @@ class TrainSection(Section):
     batch: Whole = Field(default=16, ge=1, le=1 << 20)
     # Samples that travel together; `batch` must be a multiple of it.
     microbatch: Whole = Field(default=4, ge=1, le=1 << 16)
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    # What each keeps of a parameter: `optimizers.py`.
+    optimizer: OptimizerName = "adamw"
     lr: Real = Field(default=1e-3, gt=0, le=1e3)
     # The rate after the cosine, as a fraction of `lr`.
     lr_end: Real = Field(default=0.1, ge=0, le=1)
@@ -134,13 +136,27 @@ class TrainSection(Section):
     warmup: Real = Field(default=0.05, ge=0)
     # Limit on the global gradient norm; 0 = no clipping.
     clip: Real = Field(default=1.0, ge=0)
-    # AdamW, Loshchilov & Hutter 2019. Decay acts on tensors of two or more dimensions only.
+    # AdamW, Loshchilov & Hutter 2019, algorithm 2: m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
+    # w = (1 - lr weight_decay) w - lr m' / (sqrt(v') + epsilon), with m' = m / (1 - beta1^t), v' = v / (1 - beta2^t).
+    # NAdam, AdamW with 8-bit moments and what Muon leaves to AdamW have them too. Decay acts on tensors of two or more
+    # dimensions only.
     beta1: Real = Field(default=0.9, ge=0, lt=1)
     beta2: Real = Field(default=0.95, ge=0, lt=1)
     epsilon: Real = Field(default=1e-8, gt=0)
     weight_decay: Real = Field(default=0.1, ge=0)
-    # SGD: v = momentum * v + g; w = w - lr * v.
+    # SGD: v = momentum v + g; w = w - lr v. Muon: 0.95 when left out, v likewise, and g + momentum v is orthogonalised.
     momentum: Real = Field(default=0.0, ge=0, lt=1)
+    # NAdam, Dozat 2016, algorithm 2: the step's momentum is beta1 (1 - 0.96^(t momentum_decay) / 2), so it rises from
+    # half of beta1 to beta1 over some 25 / momentum_decay steps; with 0 it stays at half.
+    momentum_decay: Real = Field(default=0.004, ge=0, le=1)
+    # Muon: the update of a rows x columns matrix is multiplied by 0.2 sqrt(max(rows, columns)), which makes it as large
+    # as AdamW's are, so one `lr` suits all ("rms", Liu et al. 2025, section 2.2), or by sqrt(max(1, rows / columns)) as
+    # Jordan et al. 2024 do ("original"; rates are some 0.02 then).
+    muon_scale: Literal["rms", "original"] = "rms"
+    # Muon: Newton-Schulz iterations (Jordan et al. 2024).
+    muon_iterations: Whole = Field(default=5, ge=1, le=20)
+    # Muon: the rate of what it leaves to AdamW (embedding, head, everything that is no matrix), as a fraction of `lr`.
+    muon_adamw_lr: Real = Field(default=1.0, gt=0, le=1e3)
     # Parameters to train, as globs over Hugging Face names, such as "*.mlp.*"; the others stay as they are.
     trainable: tuple[str, ...] = ("*",)
 
@@ -162,6 +178,13 @@ class TrainSection(Section):
         return value
 
     @model_validator(mode="after")
+    def _own_settings(self) -> Self:
+        defaults = {key: type(self).model_fields[key].default for key in SETTINGS}
+        if problem := misplaced(self.optimizer, {key: getattr(self, key) for key in SETTINGS}, defaults):
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
     def _whole_microbatches(self) -> Self:
         if self.batch % self.microbatch:
             raise ValueError(
@@ -172,10 +195,12 @@ class TrainSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_microbatch(cls, values: Any) -> Any:
+    def _defaults_that_follow(cls, values: Any) -> Any:
         if isinstance(values, dict) and "microbatch" not in values and isinstance(values.get("batch"), int):
             batch = values["batch"]
-            return {**values, "microbatch": next((m for m in (4, 3, 2) if batch % m == 0), 1)}
+            values = {**values, "microbatch": next((m for m in (4, 3, 2) if batch % m == 0), 1)}
+        if isinstance(values, dict) and values.get("optimizer") == "muon":
+            values = {"momentum": MUON_MOMENTUM, **values}
         return values
 
 

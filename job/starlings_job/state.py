@@ -58,7 +58,7 @@ class RawTensor:
 def block_digest(tensors: Mapping[str, Tensorlike]) -> str:
     """SHA-256 hex over name, type, shape and bytes of every tensor, sorted by name.
 
-    Names are state names: "param:NAME", "exp_avg:NAME", "exp_avg_sq:NAME", "momentum:NAME". Lengths are
+    Names are state names: "param:NAME", or a kind of optimizer state and the parameter's name. Lengths are
     hashed too, so different sets of tensors never have one digest.
     """
     digest = hashlib.sha256()

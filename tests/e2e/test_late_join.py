@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,15 +26,33 @@ def test_a_fourth_worker_joins_three_that_train(tmp_path: Path, codecs: tuple[st
         "exchange": {"codec": exchange},
         "train": {"batch": 16, "microbatch": 2},
     }
+    join_late(tmp_path, sections, workers=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
+def test_a_third_worker_joins_two_whatever_the_optimizer_keeps(tmp_path: Path, optimizer: str) -> None:
+    """Momentum of some parameters and two moments of others; codes with their scales."""
+    sections = {
+        "swarm": {"min_workers": 2, "settle_s": 0.5},
+        "exchange": {"codec": "int8:128"},
+        "train": {"batch": 16, "microbatch": 2, "optimizer": optimizer},
+    }
+    join_late(tmp_path, sections, workers=2)
+
+
+def join_late(tmp_path: Path, sections: Mapping[str, Mapping[str, Any]], *, workers: int) -> None:
+    """One more than `workers` joins them while they train; at the end all replicas have the same bits."""
     job = prepared_job(tmp_path, job_text(10**8, **sections))
     with LiveSwarm.of(job, tmp_path) as swarm:
-        for _ in range(3):
+        for _ in range(workers):
             swarm.join()
         before = swarm.wait(lambda r: r.phase == "training" and r.step >= 5, 120)
-        assert len(before.workers) == 3
+        assert len(before.workers) == workers
         swarm.join()
         joined = swarm.wait(
-            lambda r: [w.state for w in r.workers] == ["training"] * 4 or r.phase != "training", 90
+            lambda r: [w.state for w in r.workers] == ["training"] * (workers + 1) or r.phase != "training",
+            90,
         )
         assert joined.phase == "training"
         swarm.wait(lambda r: r.step >= joined.step + 10, 60)

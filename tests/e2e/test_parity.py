@@ -77,6 +77,9 @@ OTHER_CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+RATES: Mapping[str, Mapping[str, float]] = {"sgd": {"lr": 0.1, "momentum": 0.9}}
+
+
 @dataclass(frozen=True)
 class Cell:
     family: str
@@ -88,8 +91,11 @@ class Cell:
 
     @property
     def tolerance(self) -> float:
-        """Relative. AdamW turns rounding noise into steps where gradients are tiny: it divides by their own size."""
-        return 1e-4 if self.optimizer == "adamw" else 1e-5
+        """Relative. AdamW turns rounding noise into steps where gradients are tiny: it divides by their own size.
+
+        The reference of Muon iterates in bfloat16, and that of 8-bit moments has float32 ones.
+        """
+        return {"sgd": 1e-5, "adamw": 1e-4, "nadam": 1e-4, "muon": 2e-2, "adamw8bit": 2e-2}[self.optimizer]
 
 
 # Tied weights and AdamW. GPT-2 and SGD are compared by tests/worker/test_engine_processes.py, without a coordinator.
@@ -127,6 +133,20 @@ def test_the_whole_grid(cell: Cell, tmp_path: Path) -> None:
     check(cell, tmp_path)
 
 
+OPTIMIZERS = (
+    Cell("llama", True, "nadam"),
+    Cell("gpt2", False, "nadam"),
+    Cell("llama", True, "muon"),
+    Cell("llama", False, "adamw8bit"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", OPTIMIZERS, ids=str)
+def test_the_other_optimizers(cell: Cell, tmp_path: Path) -> None:
+    check(cell, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", OTHERS, ids=str)
 def test_the_other_families(cell: Cell, tmp_path: Path) -> None:
@@ -138,7 +158,7 @@ def prepare(cell: Cell, folder: Path) -> Path:
     (folder / "config.json").write_text(
         json.dumps({"model_type": cell.family, **config, "tie_word_embeddings": cell.tied})
     )
-    rate = {"lr": 3e-3} if cell.optimizer == "adamw" else {"lr": 0.1, "momentum": 0.9}
+    rate = RATES.get(cell.optimizer, {"lr": 3e-3})
     text = job_text(
         STEPS * BATCH * LENGTH,
         model={"config": "config.json"},

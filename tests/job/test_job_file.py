@@ -64,7 +64,17 @@ def test_microbatch_follows_batch_when_left_out() -> None:
             "[train] batch = 10 is not a multiple of microbatch = 4; write batch = 12",
         ),
         ('[train]\nschedule = "async"', "line 7: [train] schedule: 'async' is not there yet"),
-        ('[train]\noptimizer = "lion"', "allowed: 'adamw' or 'sgd'"),
+        ('[train]\noptimizer = "lion"', "allowed: 'adamw', 'nadam', 'sgd', 'muon' or 'adamw8bit'"),
+        (
+            "[train]\nmomentum = 0.9",
+            'momentum = 0.9 is for optimizer "sgd" and "muon", and means nothing to "adamw"',
+        ),
+        ('[train]\noptimizer = "sgd"\nbeta1 = 0.8', 'beta1 = 0.8 is for optimizer "adamw" and "adamw8bit"'),
+        (
+            '[train]\noptimizer = "muon"\nmomentum_decay = 0.1',
+            'for optimizer "nadam", and means nothing to "muon"',
+        ),
+        ('[train]\noptimizer = "nadam"\nmuon_scale = "original"', "muon_scale = 'original' is for optimizer"),
         ("[train]\nlr = -1", "greater than 0"),
         ("[train]\nlr = nan", "finite"),
         ("[train]\nwarmup = 3.5", "whole number of steps"),
@@ -188,3 +198,16 @@ def test_workers_hear_of_the_bus_and_it_is_no_other_job_for_it() -> None:
     heard = JobSpec.from_json(bus.model_copy(update=prepared).to_json())
     assert heard.bus == bus.bus
     assert JobSpec.from_json(plain.model_copy(update=prepared).to_json()).bus.url is None
+
+
+def test_momentum_is_what_suits_the_optimizer() -> None:
+    """Also after the way to a worker; zeros and defaults ask for nothing, so they may stand with any optimizer."""
+    for text, momentum in (
+        ('optimizer = "muon"', 0.95),
+        ('optimizer = "muon"\nmomentum = 0.8', 0.8),
+        ('optimizer = "sgd"\nweight_decay = 0.0', 0.0),
+        ("momentum = 0.0", 0.0),
+    ):
+        job = parse_job(MINIMAL + f"[train]\n{text}\n", "job.toml")
+        assert job.train.momentum == momentum
+        assert JobSpec.from_json(job.to_json()) == job

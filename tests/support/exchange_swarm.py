@@ -9,7 +9,7 @@ import torch
 from starlings_protos.messages import ExchangeGroup, ExchangeHeader, ExchangeMember, ExchangePurpose, WorkerId
 from starlings_worker.core.events import Leg
 from starlings_worker.exchange import ExchangeBuffers
-from starlings_worker.flat import Entry, FlatVector
+from starlings_worker.flat import Entry, FlatVector, keeps
 
 GROUP = "stage:0"
 
@@ -28,7 +28,9 @@ class Swarm:
         self.ids = [WorkerId(f"w{i}") for i in range(count)]
         shapes = [size if isinstance(size, tuple) else (size,) for size in sizes]
         entries = [Entry("layers.0", f"p{i}", shape) for i, shape in enumerate(shapes)]
-        self.vectors = [FlatVector(GROUP, entries, state_names, torch.device("cpu")) for _ in self.ids]
+        self.vectors = [
+            FlatVector(GROUP, entries, keeps(*state_names), torch.device("cpu")) for _ in self.ids
+        ]
         self.buffers = [
             ExchangeBuffers(i, codec, {GROUP: v}) for i, v in zip(self.ids, self.vectors, strict=True)
         ]

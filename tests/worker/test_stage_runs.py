@@ -13,7 +13,7 @@ from starlings_job.model.tensors import raw_tensor
 from starlings_job.records import DatasetMeta
 from starlings_protos.messages import Span, Stage
 from starlings_worker.errors import EngineFault
-from starlings_worker.optimizer import AdamW
+from starlings_worker.optimizers.adam import AdamW
 from starlings_worker.runs import Runner
 from starlings_worker.stage import TIED, HeldSpan
 from support.small_families import SMALL

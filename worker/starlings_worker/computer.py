@@ -58,7 +58,7 @@ from starlings_worker.history import PREFIX, History, Part
 from starlings_worker.kept import Encoded, Kept, Microbatches
 from starlings_worker.left_behind import LeftBehind, leave_behind
 from starlings_worker.meters import Meters
-from starlings_worker.optimizer import AdamW, Optimizer, Sgd
+from starlings_worker.optimizers.choice import make_optimizer
 from starlings_worker.runs import Run, Runner
 from starlings_worker.serving import NotYet
 from starlings_worker.snapshots import Snapshots
@@ -68,17 +68,9 @@ from starlings_worker.stage import HeldSpan, StageModule
 _HISTORY_AT_LEAST_BYTES = 64 << 20
 
 
-def make_optimizer(job: JobSpec) -> Optimizer:
-    """The job's optimizer."""
-    train = job.train
-    if train.optimizer == "adamw":
-        return AdamW(train.beta1, train.beta2, train.epsilon, train.weight_decay)
-    return Sgd(momentum=train.momentum, weight_decay=0.0)
-
-
 def history_limit_bytes(span: HeldSpan) -> int:
     """How much a donor keeps of the last steps' updates: as much as its own state, or what any machine can spare."""
-    own = sum(4 * vector.size * (1 + len(vector.state)) for vector in span.vectors.values())
+    own = sum(vector.byte_count for vector in span.vectors.values())
     return max(own, _HISTORY_AT_LEAST_BYTES)
 
 
@@ -135,7 +127,7 @@ class Computer:
             assignment.stages,
             assignment.span,
             build,
-            make_optimizer(self._job),
+            make_optimizer(self._job.train),
             self.device.torch,
         )
         held.version = assignment.version

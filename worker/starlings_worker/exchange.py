@@ -121,7 +121,7 @@ class ExchangeBuffers:
         held.
         """
         vector = self._vectors.get(group)
-        return vector.size * (1 + len(vector.state)) if vector is not None else 0
+        return vector.whole_size if vector is not None else 0
 
     def _codecs_of(self, group: ExchangeGroup, purpose: ExchangePurpose) -> dict[Leg, Codec]:
         if purpose is ExchangePurpose.STATE:

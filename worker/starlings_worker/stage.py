@@ -21,7 +21,7 @@ from starlings_job.state import PARAMETER, RawTensor, Tensorlike, block_digest
 from starlings_protos.messages import Span, Stage
 from starlings_worker.errors import EngineFault
 from starlings_worker.flat import Entry, FlatVector, Slot
-from starlings_worker.optimizer import Optimizer
+from starlings_worker.optimizers.elementary import Optimizer
 
 TIED = "tied"
 
@@ -95,8 +95,8 @@ class HeldSpan:
                 if (block, name) in tied:
                     tied_here.append((block, name))
                 else:
-                    entries.append(Entry(block, name, tuple(tensor.shape)))
-            self._bind(FlatVector(stage_group(stage), entries, optimizer.state_names, device))
+                    entries.append(Entry(block, name, tuple(tensor.shape), description.is_hidden(block)))
+            self._bind(FlatVector(stage_group(stage), entries, optimizer.keeps, device))
         if tied_here:
             self._bind_tied(tied_here)
         for stage, module in self.modules.items():
@@ -119,7 +119,7 @@ class HeldSpan:
         }
         (shape,) = shapes
         block, name = copies[0]
-        vector = FlatVector(TIED, [Entry(block, name, shape)], self.optimizer.state_names, self.device)
+        vector = FlatVector(TIED, [Entry(block, name, shape)], self.optimizer.keeps, self.device)
         self.vectors[TIED] = vector
         for block, name in copies:
             self._trained[block, name] = _Trained(vector, vector.slots[0])
@@ -206,8 +206,8 @@ class HeldSpan:
                 continue
             yield PARAMETER + name, trained.vector.parameter_view(trained.slot)
             if version > 0:
-                for state_name in trained.vector.state:
-                    yield f"{state_name}:{name}", trained.vector.state_view(state_name, trained.slot)
+                for kind in trained.vector.kinds(trained.slot):
+                    yield f"{kind}:{name}", trained.vector.state_view(kind, trained.slot)
 
     # ---------------------------------------------------------------- steps
 

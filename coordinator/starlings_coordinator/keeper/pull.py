@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 
 import grpc
 
+from starlings_job.optimizers import kept_tensor
 from starlings_job.state import PARAMETER, RawTensor, block_digest
 from starlings_protos import data_pb2, data_pb2_grpc
 from starlings_protos.assignments import assignment_metadata
@@ -24,7 +25,6 @@ logger = logging.getLogger(__name__)
 STALLED_AFTER_S = 30.0
 # Names, shapes and hashes travel beside the tensors' bytes that the profile counts.
 HEADER_ALLOWANCE_BYTES = 1 << 20
-OPTIMIZER_TENSORS = ("exp_avg:", "exp_avg_sq:", "momentum:")
 
 
 class PullError(Exception):
@@ -157,13 +157,14 @@ def _flaw(tensors: Mapping[str, StateTensor], reference: Mapping[str, RawTensor]
     if missing:
         return f"{missing[0]} is missing"
     for name, tensor in tensors.items():
-        kind = next((k for k in OPTIMIZER_TENSORS if name.startswith(k)), "")
-        parameter = expected.get(name if not kind else PARAMETER + name.removeprefix(kind))
-        if parameter is None:
+        kind, _, inner = name.partition(":")
+        parameter = expected.get(PARAMETER + inner)
+        due = parameter if name in expected or parameter is None else kept_tensor(kind, parameter.shape)
+        if due is None:
             return f"there is no parameter for {name[:80]!r}"
-        if tensor.shape != parameter.shape:
-            return f"{name} has shape {tensor.shape}, not {parameter.shape}"
-        if (kind and tensor.data_type != "F32") or (not kind and tensor.data_type != parameter.data_type):
+        if tensor.shape != due.shape:
+            return f"{name} has shape {tensor.shape}, not {due.shape}"
+        if tensor.data_type != due.data_type:
             return f"{name} has type {tensor.data_type}"
     if digest and (found := block_digest(tensors)) != digest:
         return f"the digest is {found[:12]}, it should be {digest[:12]}"
