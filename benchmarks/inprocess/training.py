@@ -1,0 +1,53 @@
+"""Synchronous training of a swarm in one process, on the samples, batches and rates that a job would have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from inprocess.swarm import Swarm
+from inprocess.text import Text
+from starlings_job.sampling import samples_of_step
+from starlings_job.schedule import learning_rate
+from starlings_job.sections import TrainSection
+
+# (step, mean loss in nats per target before its update, norm of its gradient)
+StepHook = Callable[[int, float, float], None]
+# (step), between the exchange of its gradients and the optimizer.
+RoundHook = Callable[[int], None]
+
+
+def train_synchronously(
+    swarm: Swarm,
+    text: Text,
+    train: TrainSection,
+    *,
+    seed: int,
+    steps: int,
+    steps_total: int = 0,
+    on_step: StepHook | None = None,
+    on_round: RoundHook | None = None,
+) -> list[float]:
+    """Trains from version 0; returns each step's mean loss before its update.
+
+    Args:
+        seed: of the order of samples. Microbatches go to the replicas in turn.
+        steps_total: steps of the learning rate's schedule; 0 = as many as are trained.
+    """
+    losses = []
+    for step in range(steps):
+        samples = samples_of_step(seed, text.population, step, train.batch)
+        denominator = text.target_count(samples)
+        total = 0.0
+        for number, begin in enumerate(range(0, len(samples), train.microbatch)):
+            batch = text.batch(samples[begin : begin + train.microbatch])
+            total += swarm.train(number % swarm.setup.replicas, batch, denominator)
+        norm = swarm.exchange(step)
+        if on_round is not None:
+            on_round(step)
+        # As `starlings_coordinator.core.stepping` does.
+        clip = min(1.0, train.clip / (norm + 1e-6)) if train.clip > 0 else 1.0
+        swarm.apply(step, learning_rate(train, step, steps_total or steps), clip)
+        losses.append(total / denominator)
+        if on_step is not None:
+            on_step(step, losses[-1], norm)
+    return losses
