@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console, RenderableType
 
+from starlings.output import as_dict
 from starlings.views import figures, status
 from starlings_protos import control_pb2
 
@@ -109,6 +110,7 @@ def test_sparkline_scales_and_survives_anything() -> None:
 @pytest.mark.parametrize(
     ("bus", "said"),
     [
+        (None, "bus off ([bus] url in the job file turns it on)"),
         (
             control_pb2.BusHealth(url="mqtts://b:8883", connected=True, for_s=61),
             "bus mqtts://b:8883: connected for 1:01",
@@ -118,10 +120,10 @@ def test_sparkline_scales_and_survives_anything() -> None:
             "bus mqtts://b:8883: away for 0:05 (Connection refused); training goes on, 7 messages dropped",
         ),
     ],
-    ids=["connected", "away"],
+    ids=["off", "connected", "away"],
 )
-def test_the_bus_is_shown_when_there_is_one(bus: control_pb2.BusHealth, said: str) -> None:
-    reply = control_pb2.StatusReply(job="x", phase="training")
-    assert "bus" not in drawn(status.header(reply, []))
-    reply.bus.CopyFrom(bus)
-    assert said in drawn(status.header(reply, []))
+def test_the_bus_is_shown_also_when_there_is_none(bus: control_pb2.BusHealth | None, said: str) -> None:
+    reply = control_pb2.StatusReply(job="x", phase="training", bus=bus)
+    (line,) = (line for line in drawn(status.header(reply, [])).splitlines() if "bus" in line)
+    assert said in line
+    assert (as_dict(reply)["bus"] is None) == (bus is None)

@@ -160,15 +160,16 @@ def header(
         lines.append(Text(f"waiting for {reply.waiting_for.removeprefix('waiting for ')}", style="yellow"))
     if reply.checkpoint_trouble:
         lines.append(Text(f"no checkpoints: {reply.checkpoint_trouble}", style="yellow"))
-    if reply.HasField("bus"):
-        lines.append(bus_line(reply.bus))
+    lines.append(bus_line(reply.bus if reply.HasField("bus") else None))
     if reply.failure:
         lines.append(Text(reply.failure, style="bold red"))
     return Group(*lines)
 
 
-def bus_line(bus: control_pb2.BusHealth) -> Text:
-    """Whether the coordinator is on the job's MQTT bus, since when, and why not."""
+def bus_line(bus: control_pb2.BusHealth | None) -> Text:
+    """Whether the coordinator is on the job's MQTT bus, since when, and why not; None for a job without one."""
+    if bus is None:
+        return Text("bus off ([bus] url in the job file turns it on)", style="dim")
     where = clean_text(bus.url, 80)
     dropped = f", {bus.dropped} messages dropped" if bus.dropped else ""
     if bus.connected:
