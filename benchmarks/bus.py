@@ -44,6 +44,8 @@ from starlings_protos.telemetry import TELEMETRY_INTERVAL_S
 CPU_RATIO_BOUND = 0.2
 HEARD_BOUND = 0.95
 WORKERS_PER_GENERATOR = 500
+# Handshakes at once, of all generators together: a coordinator does about a hundred a second, and each may take 10 s.
+CONNECTING_AT_ONCE = 64
 LOAD = Path(__file__).with_name("bus_load.py")
 HIDDEN = {"reasons", "late", "streams", "connect s"}
 
@@ -106,6 +108,7 @@ def measure(
             "mode": "mqtt" if over_mqtt else "grpc",
             "control": running.control,
             "every_s": every_s,
+            "connecting_at_once": max(1, CONNECTING_AT_ONCE // count),
         }
         loads = stack.enter_context(crowd.generators([{**talking, "workers": n} for n in shares], LOAD))
         listeners = stack.enter_context(
