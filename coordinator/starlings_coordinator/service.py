@@ -15,6 +15,7 @@ import grpc
 
 from starlings_coordinator.clock import Clock
 from starlings_coordinator.core.events import WorkerConnected, WorkerDisconnected, WorkerSaid
+from starlings_coordinator.core.liveness import worth_an_answer
 from starlings_coordinator.descriptors import shortage
 from starlings_coordinator.intake import received
 from starlings_coordinator.loop import CoreLoop
@@ -36,8 +37,6 @@ HELLO_WITHIN_S = 10.0
 # a second.
 MESSAGES = Rate(burst=2000, per_s=200)
 BYTES = Rate(burst=8 << 20, per_s=1 << 20)
-# The first heartbeat of a stream is acknowledged, and then one this often: the worker sets its clock and pace by it.
-ACKNOWLEDGE_EVERY_S = 10.0
 # What still waits when a session ends is sent for this long at most.
 LAST_WORDS_S = 5.0
 
@@ -144,20 +143,20 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 return
             said = WorkerSaid(session.number, worker_id, record)
             if isinstance(record, Heartbeat):
-                self._acknowledge(session)
+                self._acknowledge(session, now_s)
                 self._loop.post_sign(said)
             elif isinstance(record, Telemetry):
                 self._loop.post_sign(said)
             else:
                 await self._loop.post(said)
 
-    def _acknowledge(self, session: WorkerSession) -> None:
-        """Not every heartbeat: an answer costs more than all the rest that a heartbeat does."""
-        now = self._clock.now()
-        if now.monotonic_s - session.acknowledged_at_s >= ACKNOWLEDGE_EVERY_S:
-            session.acknowledged_at_s = now.monotonic_s
+    def _acknowledge(self, session: WorkerSession, now_s: float) -> None:
+        """The first heartbeat of a stream, and later those whose answer says something."""
+        interval_s = self._heartbeat_interval_s()
+        if worth_an_answer(now_s - session.acknowledged_at_s, session.told_interval_s, interval_s):
+            session.acknowledged_at_s, session.told_interval_s = now_s, interval_s
             ack = control_pb2.HeartbeatAck(
-                wall_time_s=now.wall_s, heartbeat_interval_s=self._heartbeat_interval_s()
+                wall_time_s=self._clock.now().wall_s, heartbeat_interval_s=interval_s
             )
             session.send(control_pb2.ToWorker(heartbeat_ack=ack), may_drop=True)
 

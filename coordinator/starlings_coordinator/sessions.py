@@ -56,6 +56,8 @@ class WorkerSession:
     ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     # When a heartbeat was answered last, seconds of the coordinator's clock.
     acknowledged_at_s: float = float("-inf")
+    # The pace that was named then, seconds between two heartbeats.
+    told_interval_s: float = 0.0
 
     def send(self, message: control_pb2.ToWorker, *, may_drop: bool = False) -> None:
         """Queues a message; a queue beyond its limits ends the session. Never blocks."""

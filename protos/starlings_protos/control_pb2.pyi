@@ -1651,7 +1651,7 @@ Global___Standby: _TypeAlias = Standby  # noqa: Y015
 
 @_typing.final
 class HeartbeatAck(_message.Message):
-    """Answer to a Heartbeat: the coordinator lives."""
+    """Answer to the first Heartbeat of a stream, and to later ones when there is news: the pace, and now and then the clock."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

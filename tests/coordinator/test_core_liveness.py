@@ -5,8 +5,16 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import pytest
+
 from starlings_coordinator.core.config import Timings
-from starlings_coordinator.core.liveness import SilenceDetector, SlowestBeat
+from starlings_coordinator.core.liveness import (
+    CLOCK_WITHIN_S,
+    PACE_TOLERANCE,
+    SilenceDetector,
+    SlowestBeat,
+    worth_an_answer,
+)
 from starlings_protos.messages import WorkerId
 from support.core_world import World, config
 
@@ -43,7 +51,7 @@ def test_a_longer_interval_holds_at_once_and_a_shorter_one_when_all_have_been_to
 
 
 def test_whoever_is_told_at_acknowledgements_only_is_never_accused() -> None:
-    """Against a twin that plays it out: workers learn the present interval every 10 s of heartbeats, and sleep on."""
+    """Against a twin that plays it out: workers learn the present interval when an answer is due, and sleep on."""
     for seed in range(200):
         rng = random.Random(seed)
         slowest, present_s = SlowestBeat(15.0), 2.0
@@ -53,16 +61,47 @@ def test_whoever_is_told_at_acknowledgements_only_is_never_accused() -> None:
         while now_s < 400.0:
             now_s += 0.25
             if rng.random() < 0.03:
-                present_s = rng.choice((2.0, 4.0, 15.0, 40.0))
+                present_s = rng.choice((2.0, 2.05, 4.0, 15.0, 40.0, 41.0))
             assert slowest.look(now_s, present_s) >= present_s
             for worker in workers:
                 kept_s, next_s, told_at_s = worker
                 if now_s >= next_s:
-                    assert kept_s <= slowest.interval_s, f"seed {seed}, at {now_s}"
-                    if now_s - told_at_s >= 10.0:
+                    assert kept_s * (1 - PACE_TOLERANCE) <= slowest.interval_s, f"seed {seed}, at {now_s}"
+                    if worth_an_answer(now_s - told_at_s, kept_s, present_s):
                         worker[0], worker[2] = present_s, now_s
                     # What it has just been told comes too late for the sleep that begins.
                     worker[1] = now_s + kept_s
+
+
+def test_a_pace_that_stays_is_not_told_again_and_the_clock_is() -> None:
+    assert worth_an_answer(float("inf"), 0.0, 2.0), "the first heartbeat of a stream"
+    assert not worth_an_answer(CLOCK_WITHIN_S - 0.1, 40.0, 41.9)
+    assert worth_an_answer(CLOCK_WITHIN_S, 40.0, 40.0)
+    assert worth_an_answer(10.0, 40.0, 42.1)
+    assert worth_an_answer(10.0, 40.0, 37.9)
+    assert not worth_an_answer(9.9, 40.0, 2.0)
+
+
+@pytest.mark.parametrize(("heartbeats_per_second", "looks"), [(250.0, 20), (0.05, 10)])
+def test_everybody_is_looked_at_at_each_tick_unless_patience_is_long(
+    monkeypatch: pytest.MonkeyPatch, heartbeats_per_second: float, looks: int
+) -> None:
+    timings = Timings(heartbeats_per_second=heartbeats_per_second)
+    world = World(dataclasses.replace(config(swarm={"min_workers": 50}), timings=timings), {"wa": (0, 2)})
+    world.boot()
+    world.join("wa")
+    detector, looked_at = world.core.members[WorkerId("wa")].detector, list[float]()
+    lost = type(detector).lost
+
+    def counted(self: SilenceDetector, now_s: float, floor_s: float) -> bool:
+        looked_at.append(now_s)
+        return lost(self, now_s, floor_s)
+
+    monkeypatch.setattr(SilenceDetector, "lost", counted)
+    until_s = world.now_s + 10.0
+    while world.now_s < until_s:
+        world.tick()
+    assert abs(len(looked_at) - looks) <= 1
 
 
 def grown() -> World:

@@ -106,6 +106,7 @@ def test_what_both_sides_say_fits_together():
         )
         pings_every = client["grpc.keepalive_time_ms"]
         assert server["grpc.http2.min_ping_interval_without_data_ms"] <= pings_every / 2
+        assert server["grpc.keepalive_time_ms"] >= 1.5 * pings_every, "both sides would ping"
         assert server["grpc.keepalive_permit_without_calls"] == 1
         assert client["grpc.max_send_message_length"] == server["grpc.max_receive_message_length"]
         assert client["grpc.max_receive_message_length"] == server["grpc.max_send_message_length"]

@@ -16,6 +16,11 @@ PHI_LIMIT = 8.0
 WINDOW = 64
 # A hung worker is known as lost after at most this many floors.
 CEILING = 1.25
+# A pace that has changed by more than this part of what a worker was told is told within the shorter time, and the
+# clock within the longer. Answers cost more than everything else about a heartbeat.
+PACE_TOLERANCE = 0.05
+PACE_WITHIN_S = 10.0
+CLOCK_WITHIN_S = 60.0
 
 
 @dataclass(slots=True)
@@ -55,9 +60,16 @@ class SilenceDetector:
         return silent_s >= CEILING * floor_s or self.phi(now_s) >= PHI_LIMIT
 
 
+def worth_an_answer(quiet_s: float, told_s: float, present_s: float) -> bool:
+    """Whether to acknowledge a heartbeat, `quiet_s` after the last acknowledgement, which named the pace `told_s`."""
+    if quiet_s >= CLOCK_WITHIN_S:
+        return True
+    return quiet_s >= PACE_WITHIN_S and abs(present_s - told_s) > PACE_TOLERANCE * told_s
+
+
 @dataclass(slots=True)
 class SlowestBeat:
-    """The longest interval that some connected worker may still keep between two heartbeats.
+    """The longest interval that some connected worker may still keep between two heartbeats, up to `PACE_TOLERANCE`.
 
     A longer one holds at once. A shorter one holds when everybody has been told: an acknowledgement follows a
     heartbeat, and the worker sleeps its old interval once more.

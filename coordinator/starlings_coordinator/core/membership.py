@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 # The protocol versions that this coordinator speaks.
 PROTOCOL_MIN, PROTOCOL_MAX = 1, 1
 MEMBERS_MOST = 10_000
+# Everybody is looked at as often as it matters and not at each tick: ten thousand cost a look some milliseconds, and
+# are given up after minutes of silence. A stream that ended and a device that is measured may wait a second more.
+LOOKS_PER_FLOOR, LOOK_AT_MOST_S = 24.0, 1.0
 _UNMEASURED = (MemberState.JOINING, MemberState.PROBING)
 
 
@@ -44,6 +47,7 @@ class Membership:
         # Dismissed workers: how often, and until when no plan counts on them. Soft: a restart forgives.
         self._set_aside: dict[WorkerId, tuple[int, float, str]] = {}
         self._slowest = SlowestBeat(core.config.timings.heartbeat_told_s)
+        self._look_again_at_s = float("-inf")
         # Who may be JOINING or PROBING, by host: all that are, and some that are not any more. To look through ten
         # thousand members whenever one joins would take as long as everything else about joining.
         self._unmeasured: dict[str, set[WorkerId]] = {}
@@ -381,6 +385,9 @@ class Membership:
         if forgive:
             self._slowest.forgive(now_s)
         floor_s = self._floor_s()
+        if now_s < self._look_again_at_s and not forgive:
+            return
+        self._look_again_at_s = now_s + min(LOOK_AT_MOST_S, floor_s / LOOKS_PER_FLOOR)
         for member in list(core.members.values()):
             if member.set_aside_until_s is not None and now_s >= member.set_aside_until_s:
                 member.set_aside_until_s, member.reason = None, "waits for a plan"

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 
 # While this many gather, what they wait for is looked at this often and not at each message: a look is at everybody,
-# and ten thousand that join at once would cost a minute and a half of it.
-CROWD, CROWD_LOOK_S = 500, 0.5
+# and ten thousand that join at once would cost a minute and a half of it. With more it is less often, up to the last.
+CROWD, CROWD_LOOK_S, CROWD_LOOK_MOST_S = 500, 0.5, 2.0
 
 
 class Planning:
@@ -97,7 +97,8 @@ class Planning:
     def go_on(self) -> None:
         core = self._core
         if core.phase is Phase.GATHERING:
-            if len(core.members) >= CROWD and core.now.monotonic_s < self._looked_at_s + CROWD_LOOK_S:
+            pause_s = min(CROWD_LOOK_MOST_S, CROWD_LOOK_S * (len(core.members) // CROWD))
+            if core.now.monotonic_s < self._looked_at_s + pause_s:
                 return
             self._looked_at_s = core.now.monotonic_s
             reason = self._obstacle()
