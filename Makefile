@@ -16,25 +16,29 @@ $(STAMP): pyproject.toml constraints-dev.txt
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints-dev.txt -e '.[dev]'
 	@touch $@
 
+# What only `lint` and `test-slow` need.
+$(VENV)/.ready-%: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints-dev.txt -e '.[dev,$*]'
+	@touch $@
+
 setup: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/starlings demo $(ARGS)
 
-# Many short tests wait for something most of the time: three at a time fill two cores. Swarms of real processes, which
-# do not, run two at a time.
+# Most tests wait for something most of the time: three at a time fill two cores. tests/conftest.py spreads those that
+# start whole swarms.
 test: $(STAMP)
 ifdef ARGS
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 else
-	$(BIN)/python -m pytest -m 'not slow' -n 3 --dist loadfile --ignore tests/e2e
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile tests/e2e
+	$(BIN)/python -m pytest -m 'not slow' -n 3 --dist loadfile --no-loadscope-reorder
 endif
 
-test-slow: $(STAMP)
+test-slow: $(VENV)/.ready-fuzz
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-lint: $(STAMP)
+lint: $(VENV)/.ready-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

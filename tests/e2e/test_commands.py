@@ -83,6 +83,7 @@ def test_an_absent_job_file_says_who_writes_one(tmp_path: Path) -> None:
     assert "starlings init" in done.err
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_code_nine_and_leaves_nothing_prepared(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "256k") as disk:
         job_file = write_job(tmp_path, job_text(4096))

@@ -71,6 +71,7 @@ def test_nothing_survives_the_demo(tmp_path: Path, number: signal.Signals) -> No
         assert "Traceback" not in (tmp_path / "out.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_ends_the_demo_with_its_log(tmp_path: Path) -> None:
     demo = start_demo(tmp_path)
     try:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from swarms import LiveSwarm, job_text, prepared_job, starlings
 
@@ -24,6 +25,7 @@ def _engines(pid: int) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_its_device_is_free_within_seconds_and_another_goes_on_from_its_version(tmp_path: Path) -> None:
     job = prepared_job(tmp_path, job_text(10**8))
     with LiveSwarm.of(job, tmp_path) as swarm:
