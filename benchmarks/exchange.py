@@ -158,7 +158,16 @@ class Worker:
 
             return run()
 
-        thread: Callable[..., Any] = asyncio.to_thread
+        def thread(work: Callable[..., Any], *arguments: Any) -> Coroutine[Any, Any, Any]:
+            def run() -> Any:
+                begin = time.thread_time()
+                result = work(*arguments)
+                name = f"{work.__name__} cpu"
+                spent[name] = spent.get(name, 0.0) + time.thread_time() - begin
+                return result
+
+            return asyncio.to_thread(run)
+
         await timed("encode", thread(buffers.open, step, 0, group, ExchangePurpose.GRADIENT, self.own))
         sent = await timed("push", sends(Leg.CONTRIBUTION, "Contribute"))
         await self._all_here("contribution", step)
@@ -175,7 +184,8 @@ class Worker:
         n, others = len(self.ids), [i for i in range(len(self.ids)) if i != self.own]
         part = self.elements // n
         size = 4 * part if codec == "exact" else size_estimate(codec, (part,)).most_bytes
-        data = memoryview(bytes(size))
+        # Memory that was written before: fresh zeros would all be one page of a cache.
+        data = memoryview(self.source.numpy()).cast("B")[:size]
         sent = 0
         for leg, method in (("contribution", "Contribute"), ("aggregate", "Aggregate")):
             work = [self._push(method, step, self.own, to, "bytes", size, data) for to in others]
@@ -252,7 +262,13 @@ class Swarm:
             pem = authority.issue(key.public_key(), peer, time.time())
             people.append((peer.id, (key_to_pem(key), pem, authority.certificate_pem)))
         people.sort()
-        environ = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+        # As an engine sets it.
+        environ = {
+            **os.environ,
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "OMP_NUM_THREADS": "1",
+            "THP_MEM_ALLOC_ENABLE": "1",
+        }
         self.processes = [
             subprocess.Popen(
                 [sys.executable, __file__, "--worker"],

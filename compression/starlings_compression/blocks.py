@@ -18,15 +18,15 @@ from abc import abstractmethod
 
 import torch
 
-from starlings_compression.codec import Codec, Reader, check_floating
+from starlings_compression.codec import Codec, Reader, Source, check_floating, correct
 from starlings_compression.errors import CodecError
-from starlings_compression.layout import Form
+from starlings_compression.layout import DataType, Form
 from starlings_compression.means import BinMeans, check_means
 from starlings_compression.packing import check_rest, clear_rest, pack
 from starlings_compression.sizes import block_size
 from starlings_compression.spec import CodecSpec
 from starlings_compression.state import CodecState
-from starlings_compression.tensors import DATA_TYPES, TORCH_TYPES, chunk_elements, view
+from starlings_compression.tensors import DATA_TYPES, TORCH_TYPES, chunk_elements, data_type_of, view
 
 # Below the smallest normal number machines disagree (some flush to zero), so scales never go there.
 SMALLEST_NORMAL = 2.0**-126
@@ -77,20 +77,59 @@ class BlockCodec(Codec):
         """Raises CodecError when a code is not finite. Every integer is a code."""
 
     def write_compiled(
-        self, flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, worst: torch.Tensor
-    ) -> tuple[int, torch.Tensor]:
-        """Writes as many values as compiled code can; returns their number, and the larger of `worst` and their
-        peak.
+        self, flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, correction: Correction | None
+    ) -> float | None:
+        """Writes whole blocks by compiled code, if there is any; returns their peak. With a correction `flat` is still
+        to be filled, and receives the errors.
         """
-        return 0, worst
+        return None
+
+    def read_compiled(self, scales: torch.Tensor, packed: torch.Tensor, into: torch.Tensor) -> bool:
+        """Decodes whole blocks (scales in bfloat16) by compiled code, if there is any."""
+        return False
 
     # ------------------------------------------------------------------ encoding
 
     def write(
         self, values: torch.Tensor, sections: tuple[memoryview, ...], name: str, state: CodecState | None
     ) -> None:
-        flat = values.view(-1)
-        check_floating(DATA_TYPES[flat.dtype], name, self.spec)
+        check_floating(DATA_TYPES[values.dtype], name, self.spec)
+        self._write(values.view(-1), sections, name, None)
+
+    @torch.no_grad()
+    def encode_with_error(
+        self,
+        tensor: torch.Tensor | Source,
+        out: bytearray | memoryview,
+        error: torch.Tensor,
+        state: CodecState | None = None,
+        *,
+        residual: torch.Tensor | None = None,
+        decay: float = 1.0,
+        name: str = "tensor",
+    ) -> int:
+        fits = isinstance(tensor, torch.Tensor) or self.block % tensor.granularity == 0
+        if self.with_means or error.device.type != "cpu" or not fits:
+            return super().encode_with_error(
+                tensor, out, error, state, residual=residual, decay=decay, name=name
+            )
+        if isinstance(tensor, torch.Tensor):
+            check_floating(data_type_of(tensor, name), name, self.spec)
+            tensor = tensor.reshape(-1)
+        # Chunk by chunk: corrected, encoded and compared with what it decodes to while a cache has it.
+        flat = error.view(-1)
+        old = None if residual is None else residual.reshape(-1)
+        correction = Correction(tensor, old, decay, flat, self)
+        form = Form(DataType.FLOAT32, tuple(error.shape))
+        return self.fill(form, out, name, lambda sections: self._write(flat, sections, name, correction))
+
+    def _write(
+        self,
+        flat: torch.Tensor,
+        sections: tuple[memoryview, ...],
+        name: str,
+        correction: Correction | None,
+    ) -> None:
         count, device, on_host = flat.numel(), flat.device, flat.device.type == "cpu"
         host_scales, host_codes = view(sections[0], torch.bfloat16), view(sections[-1], torch.uint8)
         scales = host_scales if on_host else torch.empty_like(host_scales, device=device)
@@ -98,7 +137,10 @@ class BlockCodec(Codec):
         # NaN wins every maximum, so this one number tells at the end whether any value was NaN or infinite.
         worst = torch.zeros((), dtype=torch.float32, device=device)
         whole = count - count % self.block
-        done, worst = self.write_compiled(flat[:whole], scales, codes, worst)
+        peak = self.write_compiled(flat[:whole], scales, codes, correction) if whole else None
+        done = 0 if peak is None else whole
+        if peak is not None:
+            worst.fill_(peak)
         capacity = min(chunk_elements(device, self.block), max(whole - done, self.block))
         means = BinMeans(self.bits, self.codes_of, device) if self.with_means else None
         work = Workspace(capacity, self.block, device, means)
@@ -106,7 +148,11 @@ class BlockCodec(Codec):
             stop = min(start + capacity, whole)
             blocks = slice(start // self.block, stop // self.block)
             chunk_codes = codes[start * self.bits // 8 : stop * self.bits // 8]
+            if correction is not None:
+                correction.apply(start, stop)
             self._write_chunk(flat[start:stop], scales[blocks], chunk_codes, work)
+            if correction is not None:
+                correction.settle(start, stop, scales[blocks], chunk_codes)
         worst = torch.maximum(worst, work.worst.amax())
         if whole < count:
             # The last block is shorter; its codes are filled up to whole bytes.
@@ -114,10 +160,14 @@ class BlockCodec(Codec):
             filled = -(-(count - whole) // 8) * self.bits
             last_codes = torch.empty(filled, dtype=torch.uint8, device=device)
             tail = Workspace(count - whole, count - whole, device, means)
+            if correction is not None:
+                correction.apply(whole, count)
             self._write_chunk(flat[whole:], scales[-1:], last_codes, tail)
             worst = torch.maximum(worst, tail.worst.amax())
             rest.copy_(last_codes[: rest.numel()])
             clear_rest(rest, count - whole, self.bits)
+            if correction is not None:
+                correction.settle(whole, count, scales[-1:], rest)
         if not math.isfinite(float(worst)):
             raise CodecError(f"{name}: NaN or infinite values")
         if means is not None:
@@ -155,7 +205,8 @@ class BlockCodec(Codec):
         check_floating(form.data_type, "packed tensor", self.spec)
         scale_bits = view(sections[0], torch.int16)
         _check_scales(scale_bits)
-        scales = scale_bits.view(torch.bfloat16).to(torch.float32)
+        packed_scales = scale_bits.view(torch.bfloat16)
+        scales = packed_scales.to(torch.float32)
         codes = view(sections[-1], torch.uint8)
         largest_scale, largest_code = float(scales.amax()) if scales.numel() else 0.0, self.largest_code
         check_rest(codes, form.element_count, self.bits)
@@ -168,7 +219,7 @@ class BlockCodec(Codec):
         # type's range.
         largest = min(torch.finfo(TORCH_TYPES[form.data_type]).max, FLOAT32_MAX)
         bound = largest if largest_scale * largest_code > largest else None
-        return _BlockReader(self, scales.to(device), codes.to(device), means, bound)
+        return _BlockReader(self, packed_scales.to(device), scales.to(device), codes.to(device), means, bound)
 
     def _plain_levels(self) -> torch.Tensor:
         """What each code stands for without means, in units of the scale."""
@@ -238,16 +289,56 @@ class Workspace:
         return self._spare[dtype]
 
 
+class Correction:
+    """Error feedback of one call: what is added before a chunk is written, and what writing it dropped."""
+
+    def __init__(
+        self,
+        values: torch.Tensor | Source,
+        residual: torch.Tensor | None,
+        decay: float,
+        error: torch.Tensor,
+        codec: BlockCodec,
+    ) -> None:
+        self.values = values
+        self.residual = residual
+        self.decay = decay
+        self.error = error
+        self._codec = codec
+        self._scratch: torch.Tensor | None = None
+
+    def apply(self, start: int, stop: int) -> None:
+        residual = None if self.residual is None else self.residual[start:stop]
+        error = self.error[start:stop]
+        if isinstance(self.values, torch.Tensor):
+            values = self.values[start:stop]
+        else:
+            values = self.values.read(start, stop, error)
+        correct(values, residual, self.decay, error)
+
+    def settle(self, start: int, stop: int, scales: torch.Tensor, codes: torch.Tensor) -> None:
+        """`error[start:stop]` was encoded so: subtract what that decodes to."""
+        if self._scratch is None or self._scratch.numel() < stop - start:
+            self._scratch = torch.empty(stop - start, dtype=torch.float32, device=self.error.device)
+        decoded = self._scratch[: stop - start]
+        bound = FLOAT32_MAX if float(scales.max()) * self._codec.largest_code > FLOAT32_MAX else None
+        reader = _BlockReader(self._codec, scales, scales.to(torch.float32), codes, None, bound)
+        reader.read(0, stop - start, decoded)
+        self.error[start:stop].sub_(decoded)
+
+
 class _BlockReader:
     def __init__(
         self,
         codec: BlockCodec,
+        packed_scales: torch.Tensor,
         scales: torch.Tensor,
         codes: torch.Tensor,
         means: torch.Tensor | None,
         bound: float | None,
     ) -> None:
         self._codec = codec
+        self._packed_scales = packed_scales
         self._scales = scales
         self._codes = codes
         self._means = means
@@ -258,6 +349,10 @@ class _BlockReader:
         values = into if into.dtype == torch.float32 else torch.empty_like(into, dtype=torch.float32)
         bits, block = self._codec.bits, self._codec.block
         packed = self._codes[start * bits // 8 : -(-stop * bits // 8)]
+        if self._means is None and values is into and (stop - start) % block == 0 and stop > start:
+            scales = self._packed_scales[start // block : stop // block]
+            if self._codec.read_compiled(scales, packed, into):
+                return
         if self._means is None:
             self._codec.get(packed, values)
         else:

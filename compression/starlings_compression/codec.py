@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -43,6 +44,18 @@ class Reader(Protocol):
         """Writes elements start..stop (flat) into `into`, a flat contiguous tensor; `stop` is a multiple of the
         granularity too, or the end.
         """
+
+
+class Source(Protocol):
+    """A float32 tensor that is computed when it is encoded, such as a sum."""
+
+    shape: tuple[int, ...]
+    device: torch.device
+    # Reading starts at multiples of this many elements.
+    granularity: int
+
+    def read(self, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
+        """Elements start..stop (flat), in `into` or elsewhere; `stop` too is a multiple of it, or the end."""
 
 
 class Codec(ABC):
@@ -81,15 +94,10 @@ class Codec(ABC):
             CodecError: NaN or infinite values, or a type that this codec does not take; names the tensor.
         """
         data_type_of(tensor, name)
-        # A BytesIO hands out its own buffer as bytes without a copy: the page faults of a second buffer would
-        # cost more than encoding does.
-        stream = io.BytesIO()
-        stream.seek(self.size_estimate(tensor).most_bytes - 1)
-        stream.write(b"\0")
-        with stream.getbuffer() as buffer:
-            length = self.encode_into(tensor, buffer, state, name=name)
-        stream.truncate(length)
-        return stream.getvalue()
+        return filled(
+            self.size_estimate(tensor).most_bytes,
+            lambda buffer: self.encode_into(tensor, buffer, state, name=name),
+        )
 
     @torch.no_grad()
     def encode_into(
@@ -109,19 +117,59 @@ class Codec(ABC):
             ValueError: the buffer is too short.
         """
         form = Form(data_type_of(tensor, name), tuple(tensor.shape))
+        values = tensor.contiguous()
+        return self.fill(form, out, name, lambda sections: self.write(values, sections, name, state))
+
+    @torch.no_grad()
+    def encode_with_error(
+        self,
+        tensor: torch.Tensor | Source,
+        out: bytearray | memoryview,
+        error: torch.Tensor,
+        state: CodecState | None = None,
+        *,
+        residual: torch.Tensor | None = None,
+        decay: float = 1.0,
+        name: str = "tensor",
+    ) -> int:
+        """As `encode_into` of x = tensor + decay * residual in float32; `error` receives x - decode(encode(x)).
+
+        Args:
+            error: float32, contiguous, of the tensor's shape and device, other memory than the residual's. After a
+                CodecError it holds rubbish.
+            residual: as `error`; None: zero.
+
+        Raises:
+            CodecError: as `encode`.
+            ValueError: the buffer is too short.
+        """
+        values = tensor if isinstance(tensor, torch.Tensor) else tensor.read(0, error.numel(), error.view(-1))
+        correct(values.view(error.shape), residual, decay, error)
+        length = self.encode_into(error, out, state, name=name)
+        limit_bytes = error.numel() * error.element_size()
+        self.add_decoded(memoryview(out)[:length], error, weight=-1.0, limit_bytes=limit_bytes)
+        return length
+
+    def fill(
+        self,
+        form: Form,
+        out: bytearray | memoryview,
+        name: str,
+        write: Callable[[tuple[memoryview, ...]], None],
+    ) -> int:
+        """Writes the header into `out` and lets `write` fill the sections; returns the length."""
         header = PackedHeader(
             self.spec, form, plain_section_bytes(self.spec, form.shape, form.data_type.item_bytes)
         )
         length = packed_bytes(self.spec, header.section_bytes, len(form.shape))
         window = writable(out, length, name)
-        values = tensor.contiguous()
         if torch.frombuffer(window, dtype=torch.uint8).data_ptr() % 8:
             # Sections must be aligned in memory to be written as numbers.
             aligned = bytearray(length)
-            self.write(values, write_header(header, memoryview(aligned)), name, state)
+            write(write_header(header, memoryview(aligned)))
             window[:] = aligned
         else:
-            self.write(values, write_header(header, window), name, state)
+            write(write_header(header, window))
         return length
 
     # ------------------------------------------------------------------ decoding
@@ -217,6 +265,28 @@ class Codec(ABC):
         """Checks all values of the sections (their lengths are right); returns their reader or raises
         CodecError.
         """
+
+
+def filled(most_bytes: int, write: Callable[[memoryview], int]) -> bytes:
+    """Bytes that `write` puts into a buffer of `most_bytes`; it returns how many they are."""
+    # A BytesIO hands out its own buffer as bytes without a copy: the page faults of a second buffer would
+    # cost more than encoding does.
+    stream = io.BytesIO()
+    stream.seek(most_bytes - 1)
+    stream.write(b"\0")
+    with stream.getbuffer() as buffer:
+        length = write(buffer)
+    stream.truncate(length)
+    return stream.getvalue()
+
+
+def correct(
+    values: torch.Tensor, residual: torch.Tensor | None, decay: float, out: torch.Tensor
+) -> torch.Tensor:
+    """`values + decay * residual`, in float32, into `out`."""
+    if residual is None:
+        return out.copy_(values)
+    return torch.add(values.to(torch.float32), residual, alpha=decay, out=out)
 
 
 def writable(out: bytearray | memoryview, length: int, name: str) -> memoryview:

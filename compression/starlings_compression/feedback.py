@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from starlings_compression.codec import Codec, check_floating
+from starlings_compression.codec import Codec, Source, check_floating, filled
+from starlings_compression.sizes import size_estimate
 from starlings_compression.state import CodecState
 from starlings_compression.tensors import data_type_of
 
@@ -56,28 +57,41 @@ class ErrorFeedback:
             CodecError: as `Codec.encode`; the residual is as it was.
             ValueError: another shape than before.
         """
+        data_type_of(tensor, name)
+        return filled(self.most_bytes(tensor), lambda buffer: self.encode_into(tensor, buffer, name=name))
+
+    @torch.no_grad()
+    def encode_into(
+        self, tensor: torch.Tensor | Source, out: bytearray | memoryview, *, name: str = "tensor"
+    ) -> int:
+        """As `encode`, into the beginning of a writable buffer of `most_bytes(tensor)`; returns the length written."""
         self.rollback()
         if self.codec.lossless:
-            return self.codec.encode(tensor, name=name)
+            assert isinstance(tensor, torch.Tensor), "nothing is fed back: a tensor is encoded as it is"
+            return self.codec.encode_into(tensor, out, name=name)
         if self._committed is not None and self._committed.shape != tensor.shape:
             raise ValueError(
                 f"{name}: shape {tuple(tensor.shape)} follows {tuple(self._committed.shape)}; "
                 "the error of one tensor cannot be fed back to another"
             )
-        check_floating(data_type_of(tensor, name), name, self.codec.spec)
+        if isinstance(tensor, torch.Tensor):
+            check_floating(data_type_of(tensor, name), name, self.codec.spec)
         corrected = self._spare
         if corrected is None or corrected.shape != tensor.shape or corrected.device != tensor.device:
             corrected = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
         self._spare = corrected
-        if self._committed is None:
-            corrected.copy_(tensor)
-        else:
-            torch.add(tensor.to(torch.float32), self._committed, alpha=self.decay, out=corrected)
-        data = self.codec.encode(corrected, self._state, name=name)
-        limit_bytes = corrected.numel() * corrected.element_size()
-        self.codec.add_decoded(data, corrected, weight=-1.0, limit_bytes=limit_bytes)
+        length = self.codec.encode_with_error(
+            tensor, out, corrected, self._state, residual=self._committed, decay=self.decay, name=name
+        )
         self._pending, self._spare = corrected, None
-        return data
+        return length
+
+    def most_bytes(self, tensor: torch.Tensor | Source) -> int:
+        """What the Packed of such a tensor may take at most."""
+        item_bytes = 4
+        if self.codec.lossless and isinstance(tensor, torch.Tensor):
+            item_bytes = tensor.element_size()
+        return size_estimate(self.codec.spec, tensor.shape, item_bytes=item_bytes).most_bytes
 
     def commit(self) -> None:
         """The bytes of the last `encode` count: keep what they dropped."""

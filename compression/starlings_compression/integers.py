@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from starlings_compression.blocks import BFLOAT16_MAX, SMALLEST_NORMAL, BlockCodec, Workspace
-from starlings_compression.compiled import int8_kernel, kernel_elements
+from starlings_compression.blocks import BFLOAT16_MAX, SMALLEST_NORMAL, BlockCodec, Correction, Workspace
+from starlings_compression.compiled import int8_kernels
 from starlings_compression.packing import pack, unpack
+
+# Of a computed source at once: small enough for a core's own cache.
+_SOURCE_ELEMENTS = 1 << 16
 
 
 class Int8Codec(BlockCodec):
@@ -26,19 +31,42 @@ class Int8Codec(BlockCodec):
         into.copy_(packed.view(torch.int8))
 
     def write_compiled(
-        self, flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, worst: torch.Tensor
-    ) -> tuple[int, torch.Tensor]:
-        kernel = int8_kernel(self.block)
-        if kernel is None or flat.dtype != torch.float32 or flat.device.type != "cpu":
-            return 0, worst
-        step = kernel_elements(self.block)
-        done = flat.numel() - flat.numel() % step
-        rows, numbers = flat.detach().view(-1, self.block), codes.view(torch.int8)[: flat.numel()]
-        for start in range(0, done, step):
-            blocks = slice(start // self.block, (start + step) // self.block)
-            peak = kernel(rows[blocks], scales[blocks].view(-1, 1), numbers.view(rows.shape)[blocks])
-            worst = torch.maximum(worst, peak)
-        return done, worst
+        self, flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, correction: Correction | None
+    ) -> float | None:
+        kernels = int8_kernels(self.block)
+        if kernels is None or flat.dtype != torch.float32 or flat.device.type != "cpu":
+            return None
+        if correction is None:
+            return kernels.encode(flat, scales, codes)
+        if correction.decay != 1.0:
+            return None
+        values = correction.values
+        if isinstance(values, torch.Tensor):
+            if values.dtype != torch.float32:
+                return None
+            return kernels.encode_with_error(values, correction.residual, scales, codes, flat)
+        # Computed chunk by chunk, in memory apart from the errors'.
+        step = min(max(_SOURCE_ELEMENTS // self.block, 1) * self.block, flat.numel())
+        scratch, worst = torch.empty(step), 0.0
+        for start in range(0, flat.numel(), step):
+            stop = min(start + step, flat.numel())
+            chunk = values.read(start, stop, scratch[: stop - start])
+            residual = None if correction.residual is None else correction.residual[start:stop]
+            blocks = slice(start // self.block, stop // self.block)
+            peak = kernels.encode_with_error(
+                chunk, residual, scales[blocks], codes[start:stop], flat[start:stop]
+            )
+            if not math.isfinite(peak):
+                return peak
+            worst = max(worst, peak)
+        return worst
+
+    def read_compiled(self, scales: torch.Tensor, packed: torch.Tensor, into: torch.Tensor) -> bool:
+        kernels = int8_kernels(self.block)
+        if kernels is None or into.device.type != "cpu":
+            return False
+        kernels.decode(scales, packed, into)
+        return True
 
 
 class Int4Codec(BlockCodec):

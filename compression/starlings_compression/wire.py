@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from starlings_compression.codec import Buffer, Codec
+from starlings_compression.codec import Buffer, Codec, Reader
 from starlings_compression.errors import CodecError
 from starlings_compression.exact import checked_values
 from starlings_compression.layout import DIMENSION_LIMIT, DataType, Form, check_size
-from starlings_compression.tensors import TORCH_TYPES, data_type_of, is_finite
+from starlings_compression.tensors import TORCH_TYPES, data_type_of, is_finite, view
 
 
 def to_wire(codec: Codec, tensor: torch.Tensor, *, name: str = "tensor") -> memoryview:
@@ -54,15 +54,8 @@ def from_wire(
     Raises:
         CodecError: the bytes do not hold what was announced, or it is too large. `out` is untouched then.
     """
-    shape = tuple(shape)
-    try:
-        form = Form(DataType(data_type), shape)
-    except ValueError:
-        raise CodecError(f"unknown data type {data_type}") from None
-    if len(shape) > DIMENSION_LIMIT:
-        raise CodecError(f"{len(shape)} dimensions; at most {DIMENSION_LIMIT} are allowed")
-    check_size(form, limit_bytes)
-    dtype, size_bytes = TORCH_TYPES[form.data_type], form.decoded_bytes
+    form = _announced(data_type, shape, limit_bytes)
+    shape, dtype, size_bytes = form.shape, TORCH_TYPES[form.data_type], form.decoded_bytes
     if out is not None and (tuple(out.shape) != shape or out.dtype != dtype):
         raise CodecError(f"{dtype} of shape {shape}, expected {out.dtype} of shape {tuple(out.shape)}")
     if not codec.spec.raw:
@@ -72,8 +65,75 @@ def from_wire(
                 f"{tensor.dtype} of shape {tuple(tensor.shape)}, announced as {dtype} of {shape}"
             )
         return tensor
-    raw = memoryview(data).cast("B")
-    if len(raw) != size_bytes:
-        raise CodecError(f"{len(raw)} bytes where the shape asks for {size_bytes}")
-    values = checked_values(raw, form.data_type).view(shape)
+    values = checked_values(_raw(data, form), form.data_type).view(shape)
     return (torch.empty(shape, dtype=dtype, device=device) if out is None else out).copy_(values)
+
+
+class WireReader:
+    """The values of one announced tensor, piece by piece, for work that stays in a processor's cache."""
+
+    def __init__(self, reader: Reader | None, values: torch.Tensor | None, device: torch.device) -> None:
+        self._reader = reader
+        self._values = values
+        self._device = device
+        # Pieces begin at multiples of this many elements.
+        self.granularity = 1 if reader is None else reader.granularity
+
+    @property
+    def checked(self) -> bool:
+        """Whether all values are known to be finite. Those of `exact` are not looked at: whoever reads them does."""
+        return self._reader is not None
+
+    def read(self, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
+        """Elements start..stop: in the bytes themselves where they are raw (do not change them), else in `scratch`, a
+        flat contiguous tensor of that length. `stop` is a multiple of the granularity too, or the end.
+        """
+        if self._reader is None:
+            assert self._values is not None
+            return self._values[start:stop].to(self._device)
+        self._reader.read(start, stop, scratch)
+        return scratch
+
+
+@torch.no_grad()
+def open_wire(
+    codec: Codec,
+    data: Buffer,
+    *,
+    data_type: int,
+    shape: tuple[int, ...],
+    limit_bytes: int,
+    device: torch.device,
+) -> WireReader:
+    """As `from_wire`, but nothing is decoded yet, and raw values are not checked.
+
+    Raises:
+        CodecError: as `from_wire`.
+    """
+    form = _announced(data_type, shape, limit_bytes)
+    if codec.spec.raw:
+        return WireReader(None, view(_raw(data, form), TORCH_TYPES[form.data_type]), device)
+    found, reader = codec.open(data, form.decoded_bytes, device)
+    if found != form:
+        raise CodecError(
+            f"{found.data_type.name} of shape {found.shape}, announced as {form.data_type.name} of {shape}"
+        )
+    return WireReader(reader, None, device)
+
+
+def _announced(data_type: int, shape: tuple[int, ...], limit_bytes: int) -> Form:
+    try:
+        form = Form(DataType(data_type), tuple(shape))
+    except ValueError:
+        raise CodecError(f"unknown data type {data_type}") from None
+    if len(form.shape) > DIMENSION_LIMIT:
+        raise CodecError(f"{len(form.shape)} dimensions; at most {DIMENSION_LIMIT} are allowed")
+    check_size(form, limit_bytes)
+    return form
+
+
+def _raw(data: Buffer, form: Form) -> memoryview:
+    raw = memoryview(data).cast("B")
+    if len(raw) != form.decoded_bytes:
+        raise CodecError(f"{len(raw)} bytes where the shape asks for {form.decoded_bytes}")
+    return raw

@@ -1,9 +1,11 @@
-"""The compiled encoder gives the bytes of the eager one, or is not used."""
+"""Compiled loops give the bits of the eager ones, or are not used."""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,11 @@ from codec_cases import normal
 from starlings_compression import compiled
 from starlings_compression.codec import make_codec
 from starlings_compression.errors import CodecError
+from starlings_compression.feedback import ErrorFeedback
+
+needs_a_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang", "g++", "clang++"))), reason="needs a C compiler"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -21,60 +28,104 @@ def _eager_again() -> Iterator[None]:
 
 
 def test_without_a_compiler_nothing_changes_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     before = make_codec("int8:128").encode(normal(5000))
-    assert compiled.prepare("int8:128") == "there is no C++ compiler here"
+    assert compiled.prepare("int8:128") == "there is no C compiler here"
     assert make_codec("int8:128").encode(normal(5000)) == before
     assert "only int8" in (compiled.prepare("topk:64/4096|int8") or "")
 
 
-def test_a_kernel_that_fails_or_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: name)
+def test_a_compiler_that_fails_is_told_and_nothing_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compiled, "_SOURCE", tmp_path / "none.c")
+    false = shutil.which("false")
+    assert false is not None
+    monkeypatch.setattr(shutil, "which", lambda name: false)
+    assert "compiling failed: CalledProcessError" in (compiled.prepare("int8:64") or "")
+    monkeypatch.setattr(shutil, "which", lambda name: str(tmp_path / "no-such-compiler"))
+    assert "compiling failed: FileNotFoundError" in (compiled.prepare("int8:64") or "")
+    assert compiled.int8_kernels(64) is None
 
-    def broken(function: object, **options: object) -> compiled.Kernel:
-        raise RuntimeError("the compiler\nended")
 
-    monkeypatch.setattr(torch, "compile", broken)
-    assert compiled.prepare("int8:64") == "compiling failed: RuntimeError: the compiler"
-
-    def careless(function: compiled.Kernel, **options: object) -> compiled.Kernel:
-        def kernel(source: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-            peak = function(source, scales, codes)
-            codes[3, 5] += 1
-            return peak
-
-        return kernel
-
-    monkeypatch.setattr(torch, "compile", careless)
+@needs_a_compiler
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("#define ROUNDING 12582912.0f", "#define ROUNDING 6291456.0f"),
+        ("0x7fffu", "0x8000u"),
+        (
+            "(float)numbers[i] * scale);\n    }\n    return worst",
+            "(float)numbers[i]);\n    }\n    return worst",
+        ),
+        ("0xffff0000u", "0xffffff00u"),
+    ],
+)
+def test_code_that_gives_other_bits_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, right: str, wrong: str
+) -> None:
+    source = compiled._SOURCE.read_text()
+    assert right in source
+    changed = tmp_path / "kernels.c"
+    changed.write_text(source.replace(right, wrong))
+    monkeypatch.setattr(compiled, "_SOURCE", changed)
     assert "other bytes" in (compiled.prepare("int8:64") or "")
-    assert compiled.int8_kernel(64) is None
+    assert compiled.int8_kernels(64) is None
 
 
-def test_the_expression_that_is_compiled_gives_the_eager_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uncompiled here: that the chunks, the rest and the check fit together needs no compiler."""
-    monkeypatch.setattr(shutil, "which", lambda name: name)
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    check_the_same("int8:64")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
-@pytest.mark.parametrize("block", [128, 64])
-def test_compiled_encoding_gives_the_eager_bytes(block: int) -> None:
-    check_the_same(f"int8:{block}")
-
-
-def check_the_same(spec: str) -> None:
-    codec = make_codec(spec)
-    step = compiled.kernel_elements(codec.spec.values.arguments[0])
-    tensors = [normal(count, seed=count) for count in (5, step - 1, step, step + 1000, 2 * step + 77)]
-    tensors += [normal(step + 3).bfloat16(), normal(1025, 1025).t(), torch.nn.Parameter(normal(step))]
+@needs_a_compiler
+@pytest.mark.parametrize("block", [128, 8])
+def test_compiled_code_gives_the_eager_bits(block: int) -> None:
+    codec = make_codec(f"int8:{block}")
+    tensors = [normal(count, seed=count) for count in (0, 5, block - 1, block, block + 1, 700 * block + 3)]
+    tensors += [normal(300).bfloat16(), normal(65, 33).t(), torch.nn.Parameter(normal(512))]
+    tensors += [
+        normal(500) * 2.0**-130,
+        torch.full((300,), torch.finfo(torch.float32).max),
+        -torch.zeros(300),
+    ]
     eager = [codec.encode(tensor) for tensor in tensors]
-    assert compiled.prepare(spec) is None
-    assert compiled.prepare(spec) is None
+    decoded = [codec.decode(data, limit_bytes=1 << 20) for data in eager]
+    assert compiled.prepare(codec.spec) is None
+    assert compiled.prepare(codec.spec) is None
     assert [codec.encode(tensor) for tensor in tensors] == eager
-    bad = normal(2 * step)
-    bad[step + 5] = float("nan")
-    with pytest.raises(CodecError, match="hidden: NaN"):
-        codec.encode(bad, name="hidden")
+    for data, before in zip(eager, decoded, strict=True):
+        after = codec.decode(data, limit_bytes=1 << 20)
+        assert torch.equal(after.view(torch.uint8), before.view(torch.uint8))
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        values = normal(5 * block)
+        values[3 * block - 1] = bad
+        with pytest.raises(CodecError, match="hidden: NaN"):
+            codec.encode(values, name="hidden")
+        with pytest.raises(CodecError, match="hidden: NaN"):
+            ErrorFeedback(codec).encode(values, name="hidden")
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_compiled_error_feedback_gives_the_eager_bits(decay: float) -> None:
+    rounds = [normal(40 * 64 + 17, seed=i) * 10.0 ** (i - 2) for i in range(5)]
+
+    def run() -> list[tuple[bytes, bytes]]:
+        feedback = ErrorFeedback(make_codec("int8:64"), decay)
+        found = []
+        for values in rounds:
+            data = feedback.encode(values)
+            feedback.commit()
+            assert feedback.residual is not None
+            found.append((data, bytes(feedback.residual.view(torch.uint8).numpy())))
+        return found
+
+    eager = run()
+    assert compiled.prepare("int8:64") is None
+    assert run() == eager
+
+
+@needs_a_compiler
+def test_the_compiler_cannot_hang_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(command: list[str], *, timeout: float, **options: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", never)
+    assert "TimeoutExpired" in (compiled.prepare("int8:64") or "")

@@ -4,6 +4,7 @@ thread.
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import assert_never
 
 import torch
 
+from starlings_compression import compiled
 from starlings_job.errors import JobError
 from starlings_job.model import Batch, build_stage, decode_prompt, decode_records, loss_sum
 from starlings_job.spec import JobSpec
@@ -103,6 +105,9 @@ class Computer:
         self._runner: Runner | None = None
         self._cache = cache
         self.left_behind: LeftBehind | None = None
+        if device.torch.type == "cpu":
+            # Takes a second, and whoever encodes meanwhile makes the same bytes more slowly.
+            threading.Thread(target=compiled.prepare, args=(job.exchange.codec,), daemon=True).start()
 
     # ---------------------------------------------------------------- the span
 

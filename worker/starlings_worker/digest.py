@@ -7,60 +7,95 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-_CHUNK_WORDS = 1 << 16
-_NORM_CHUNK_ELEMENTS = 1 << 17
+from starlings_compression.compiled import FOLDED_ELEMENTS, any_kernels
+
+_CHUNK_ELEMENTS = 1 << 16
 _MASK = (1 << 64) - 1
-# Odd, so that multiplication is a bijection of 64-bit words; the fractional part of the golden ratio.
+# Odd, so that multiplication is a bijection of words; the fractional part of the golden ratio.
 _MIX = 0x9E3779B97F4A7C15
 
 
-def bits_digest(vector: Tensor) -> int:
-    """A 64-bit digest of the vector's bits that depends on each element's position.
+class Fingerprint:
+    """Both of one vector while it is written: `advance` soon after each piece, as long as a cache has it.
 
-    The same bits give the same number on every device: only integer arithmetic modulo 2^64 is used.
-
-    Args:
-        vector: float32, one-dimensional, contiguous.
+    The digest is a 64-bit number that depends on each element's bits and on its position. The same bits give the same
+    number on every device: only integer arithmetic is used. Each element's 32 bits are multiplied by an odd number of
+    its position, modulo 2^32, two neighbours make a word, and the words of a chunk are added modulo 2^64.
     """
-    size = vector.numel()
-    even = size - size % 2
-    # Two neighbours make one word: half the work of widening every element. A slice may begin at an odd
-    # element, where a 64-bit view is not allowed.
-    if vector.storage_offset() % 2:
-        vector = vector.clone()
-    words = vector[:even].view(torch.int64)
-    digest = size
-    weights = _weights(vector.device)
-    for begin in range(0, words.numel(), _CHUNK_WORDS):
-        chunk = words[begin : begin + _CHUNK_WORDS]
-        partial = int((chunk * weights[: chunk.numel()]).sum().item())
-        digest = (digest * _MIX + partial) & _MASK
-    if size % 2:
-        last = int(vector[even:].view(torch.int32).item())
-        digest = (digest * _MIX + last) & _MASK
-    return digest
+
+    def __init__(self, vector: Tensor) -> None:
+        """
+        Args:
+            vector: float32, one-dimensional, contiguous.
+        """
+        self._vector = vector
+        self._bits = vector.view(torch.int32)
+        count, device = vector.numel(), vector.device
+        capacity = min(_CHUNK_ELEMENTS, count + count % 2)
+        chunks = -(-count // _CHUNK_ELEMENTS)
+        self._products = torch.empty(capacity, dtype=torch.int32, device=device)
+        self._wide = torch.empty(capacity, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(chunks, dtype=torch.int64, device=device)
+        self._squares = torch.zeros(chunks, dtype=torch.float64, device=device)
+        self._done = 0
+        self._kernels = any_kernels() if device.type == "cpu" else None
+
+    def advance(self, written: int) -> None:
+        """The first `written` elements are final."""
+        count = self._vector.numel()
+        while self._done < count and min(self._done + _CHUNK_ELEMENTS, count) <= written:
+            self._take(self._done, min(self._done + _CHUNK_ELEMENTS, count))
+
+    def _take(self, start: int, stop: int) -> None:
+        self._done = stop
+        size, number = stop - start, start // _CHUNK_ELEMENTS
+        if self._kernels is not None and size % FOLDED_ELEMENTS == 0:
+            weights = _weights(self._vector.device)
+            folded, squares = self._kernels.fold(self._vector[start:stop], weights)
+            self._sums[number] = folded - (1 << 64) if folded >> 63 else folded
+            self._squares[number] = squares
+            return
+        products = self._products[: size + size % 2]
+        torch.mul(self._bits[start:stop], _weights(self._vector.device)[:size], out=products[:size])
+        if size % 2:
+            products[size] = 0
+        torch.sum(products.view(torch.int64), 0, out=self._sums[number])
+        # In float64: squares of float32 leave its range. Chunk by chunk, as torch's own norm of another type takes
+        # seven times as long.
+        wide = self._wide[:size].copy_(self._vector[start:stop])
+        torch.dot(wide, wide, out=self._squares[number])
+
+    def finish(self) -> tuple[int, float]:
+        """(digest, squared norm) of the whole vector. The norm is finite exactly when every element is."""
+        self.advance(self._vector.numel())
+        digest = self._vector.numel()
+        for partial in self._sums.tolist():
+            digest = (digest * _MIX + partial) & _MASK
+        return digest, float(self._squares.sum())
+
+
+def fingerprint(vector: Tensor) -> tuple[int, float]:
+    """The 64-bit digest of the bits of a float32 vector, and the sum of its squares in float64; see `Fingerprint`."""
+    return Fingerprint(vector).finish()
+
+
+def bits_digest(vector: Tensor) -> int:
+    """A 64-bit digest of the bits of a float32 vector, one-dimensional and contiguous."""
+    return fingerprint(vector)[0]
+
+
+def squared_norm(vector: Tensor) -> float:
+    """Sum of squares in float64."""
+    return fingerprint(vector)[1]
 
 
 @lru_cache(maxsize=8)
 def _weights(device: torch.device) -> Tensor:
-    """Odd 64-bit factors, one per position of a chunk."""
-    position = torch.arange(_CHUNK_WORDS, dtype=torch.int64)
+    """Odd 32-bit factors, one per position of a chunk."""
+    position = torch.arange(_CHUNK_ELEMENTS, dtype=torch.int64)
     signed_mix = _MIX - (1 << 64)
-    return ((position * signed_mix) | 1).to(device)
-
-
-def squared_norm(vector: Tensor) -> float:
-    """Sum of squares in float64, chunk by chunk: torch's own norm of another type takes seven times as long."""
-    count = vector.numel()
-    if count == 0:
-        return 0.0
-    wide = torch.empty(min(_NORM_CHUNK_ELEMENTS, count), dtype=torch.float64, device=vector.device)
-    total = torch.zeros((), dtype=torch.float64, device=vector.device)
-    for begin in range(0, count, _NORM_CHUNK_ELEMENTS):
-        chunk = vector[begin : begin + _NORM_CHUNK_ELEMENTS]
-        values = wide[: chunk.numel()].copy_(chunk)
-        total += torch.dot(values, values)
-    return float(total.item())
+    # The upper half of a product is mixed well.
+    return (((position * signed_mix) >> 32) | 1).to(torch.int32).to(device)
 
 
 def is_finite(vector: Tensor) -> bool:

@@ -21,17 +21,21 @@ from starlings_compression.codec import Codec, make_codec
 from starlings_compression.errors import CodecError
 from starlings_compression.linear import LinearRounds
 from starlings_compression.spec import CodecSpec, parse_spec
+from starlings_compression.tensors import chunk_elements
+from starlings_compression.wire import WireReader
 from starlings_job.codecs import linear_rank, may_return, return_spec
+from starlings_protos.buffers import fresh
 from starlings_protos.messages import ExchangeGroup, ExchangeHeader, ExchangePurpose, WorkerId
 from starlings_worker import wire
 from starlings_worker.core.events import Leg
 from starlings_worker.core.exchange import PASSES_MOST
-from starlings_worker.digest import bits_digest, is_finite, squared_norm
+from starlings_worker.digest import Fingerprint, fingerprint, is_finite
 from starlings_worker.flat import FlatVector
 from starlings_worker.history import Part
 from starlings_worker.open_group import ArrivedKey, OpenGroup, Pass, RefusedPart, arrived_key, rounds_of
 from starlings_worker.parts import cut
 from starlings_worker.residuals import Residuals
+from starlings_worker.summing import Summand, WeightedSum
 from starlings_worker.wire import Buffer
 
 # (step, attempt) -> whether that is over.
@@ -191,8 +195,7 @@ class ExchangeBuffers:
         opened = self._opened(step, attempt, group)
         present = opened.present
         begin, end = present.bounds[opened.own]
-        total = torch.zeros(end - begin, dtype=torch.float32, device=opened.vector.device)
-        codec = opened.codecs[Leg.CONTRIBUTION]
+        summands = []
         for position, member in enumerate(opened.group.members):
             if member.weight <= 0.0:
                 continue
@@ -202,8 +205,11 @@ class ExchangeBuffers:
                 number = len(opened.passes) - 1
                 key = (Leg.CONTRIBUTION, step, attempt, group, number, opened.own, member.worker_id)
                 data = self._arrived.get(key)
-            part = self._decode(codec, data, end - begin, total.device, member.worker_id, "contribution")
-            total.add_(part if member.weight == 1.0 else part.mul_(member.weight))
+            reader = self._reader(
+                opened, Leg.CONTRIBUTION, data, end - begin, member.worker_id, "the contribution"
+            )
+            summands.append(Summand(member.worker_id, member.weight, reader))
+        total = WeightedSum(summands, end - begin, opened.vector.device)
         present.aggregate = self._encode(opened, Leg.AGGREGATE, opened.own, total)
 
     def assemble(self, step: int, attempt: int, group: str) -> tuple[int, float] | None:
@@ -215,28 +221,49 @@ class ExchangeBuffers:
             RefusedPart: names the owner of a part that was malformed or not finite.
         """
         opened = self._opened(step, attempt, group)
+        # Of each piece as soon as it is written, where the vector itself is summed up.
+        result = Fingerprint(opened.vector)
         if len(opened.group.members) == 1:
-            if not is_finite(opened.vector):
+            digest, norm = result.finish()
+            if not math.isfinite(norm):
                 raise RefusedPart(self._worker_id, "its gradient is not finite")
-            return bits_digest(opened.vector), squared_norm(opened.vector)
+            return digest, norm
         values = opened.present.values
         for part, begin, end, data in self._aggregates(opened, step, attempt, len(opened.passes) - 1):
-            owner = opened.group.members[part].worker_id
-            try:
-                if data is None:
-                    raise CodecError("it is not here")
-                wire.decode_into(opened.codecs[Leg.AGGREGATE], data, values[begin:end])
-            except CodecError as error:
-                raise RefusedPart(owner, f"the aggregate of part {part} is malformed: {error}") from None
+            self._write_aggregate(opened, part, begin, end, data, None if opened.rounds else result)
         if (rounds := opened.rounds) is not None:
             if len(opened.passes) == 1:
                 self._begin_pass(opened, rounds.second(values), rounds.second_size)
                 return None
             rounds.result(opened.passes[0].values, values, opened.vector)
-        digest, norm = bits_digest(opened.vector), squared_norm(opened.vector)
+        digest, norm = result.finish()
         if not math.isfinite(norm):
             raise RefusedPart(self._worker_id, "the product of the summed factors is not finite")
         return digest, norm
+
+    def _write_aggregate(
+        self,
+        opened: OpenGroup,
+        part: int,
+        begin: int,
+        end: int,
+        data: Buffer | None,
+        result: Fingerprint | None,
+    ) -> None:
+        """Decodes it chunk by chunk in place of what was summed up. Raises RefusedPart."""
+        owner, what = opened.group.members[part].worker_id, f"the aggregate of part {part}"
+        reader = self._reader(opened, Leg.AGGREGATE, data, end - begin, owner, what)
+        size = chunk_elements(opened.vector.device, reader.granularity)
+        for start in range(0, end - begin, size):
+            stop = min(start + size, end - begin)
+            into = opened.present.values[begin + start : begin + stop]
+            values = reader.read(start, stop, into)
+            if not (reader.checked or is_finite(values)):
+                raise RefusedPart(owner, f"{what} is malformed: NaN or infinite values")
+            if values is not into:
+                into.copy_(values)
+            if result is not None:
+                result.advance(begin + stop)
 
     def _aggregates(
         self, opened: OpenGroup, step: int, attempt: int, pass_number: int
@@ -294,7 +321,7 @@ class ExchangeBuffers:
             raise
         for rounds in self._rounds.values():
             rounds.commit()
-        return {group: bits_digest(vector.gradient) for group, vector in self._vectors.items()}
+        return {group: fingerprint(vector.gradient)[0] for group, vector in self._vectors.items()}
 
     def _decode_update(self, group: str, gradient: Tensor, parts: Sequence[Part] | None) -> None:
         if parts is None:
@@ -404,22 +431,27 @@ class ExchangeBuffers:
                 self._residuals[key] = Residuals(opened.group.group, opened.vector.device)
             self._residuals[key].cut(opened.codecs[leg], wanted)
 
-    def _encode(self, opened: OpenGroup, leg: Leg, part: int, tensor: Tensor) -> Buffer:
+    def _encode(self, opened: OpenGroup, leg: Leg, part: int, values: Tensor | WeightedSum) -> Buffer:
         codec, group = opened.codecs[leg], opened.group.group
         name = f"part {part} of {group}"
         try:
             if codec.lossless:
-                return wire.encode(codec, tensor, name)
-            return self._residuals[group, leg].of(part).encode(tensor, name=name)
+                # Nobody changes the memory as long as it is needed: a pass keeps its values until all aggregates are
+                # here, and then every owner has its contributions.
+                return wire.lend(codec, values if isinstance(values, Tensor) else values.whole(), name)
+            feedback = self._residuals[group, leg].of(part)
+            data = fresh(feedback.most_bytes(values))
+            return data[: feedback.encode_into(values, data, name=name)]
         except CodecError as error:
             raise RefusedPart(self._worker_id, str(error)) from None
 
-    def _decode(
-        self, codec: Codec, data: Buffer | None, size: int, device: torch.device, sender: WorkerId, what: str
-    ) -> Tensor:
+    @staticmethod
+    def _reader(
+        opened: OpenGroup, leg: Leg, data: Buffer | None, size: int, sender: WorkerId, what: str
+    ) -> WireReader:
         try:
             if data is None:
                 raise CodecError("it is not here")
-            return wire.decode(codec, data, (size,), device)
+            return wire.reader(opened.codecs[leg], data, size, opened.vector.device)
         except CodecError as error:
-            raise RefusedPart(sender, f"the {what} is malformed: {error}") from None
+            raise RefusedPart(sender, f"{what} is malformed: {error}") from None

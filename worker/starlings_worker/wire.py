@@ -7,9 +7,9 @@ from torch import Tensor
 
 from starlings_compression.codec import Buffer, Codec
 from starlings_compression.layout import DataType
-from starlings_compression.wire import from_wire, to_wire
+from starlings_compression.wire import WireReader, from_wire, open_wire, to_wire
 
-__all__ = ["Buffer", "decode", "decode_into", "encode"]
+__all__ = ["Buffer", "decode", "decode_into", "encode", "lend", "reader"]
 
 
 def encode(codec: Codec, tensor: Tensor, name: str) -> Buffer:
@@ -20,6 +20,22 @@ def encode(codec: Codec, tensor: Tensor, name: str) -> Buffer:
     """
     data = to_wire(codec, tensor, name=name)
     return bytes(data) if codec.spec.raw else data
+
+
+def lend(codec: Codec, tensor: Tensor, name: str) -> Buffer:
+    """As `encode`; raw bytes of a tensor on the host are its own memory, which must keep until nobody needs them."""
+    return to_wire(codec, tensor, name=name)
+
+
+def reader(codec: Codec, data: Buffer, size: int, device: torch.device) -> WireReader:
+    """The `size` float32 values that `data` stands for. Only raw ones may be not finite.
+
+    Raises:
+        CodecError: malformed, or of another shape.
+    """
+    return open_wire(
+        codec, data, data_type=DataType.FLOAT32, shape=(size,), limit_bytes=size * 4, device=device
+    )
 
 
 def decode(codec: Codec, data: Buffer, shape: tuple[int, ...], device: torch.device) -> Tensor:

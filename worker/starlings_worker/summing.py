@@ -1,0 +1,85 @@
+"""The weighted sum of encoded contributions, chunk by chunk: each is decoded, weighted and added while a processor's
+cache has it. No contribution is ever whole in memory, nor is the sum where a lossy codec takes it away piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from starlings_compression.tensors import chunk_elements
+from starlings_compression.wire import WireReader
+from starlings_protos.messages import WorkerId
+from starlings_worker.digest import is_finite
+from starlings_worker.open_group import RefusedPart
+
+# On a host: a chunk of the sum and one of a summand fit a core's own cache together.
+_CHUNK_ELEMENTS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Summand:
+    """What one member contributed to a part."""
+
+    worker_id: WorkerId
+    weight: float
+    reader: WireReader
+
+
+class WeightedSum:
+    """A `starlings_compression.codec.Source`: the sum is computed when it is read, in the order of the summands, which
+    are of one codec.
+    """
+
+    def __init__(self, summands: Sequence[Summand], size: int, device: torch.device) -> None:
+        self.shape: tuple[int, ...] = (size,)
+        self.device = device
+        self._summands = tuple(summands)
+        self._unchecked = any(not summand.reader.checked for summand in summands)
+        self.granularity = summands[0].reader.granularity if summands else 1
+        step = chunk_elements(device, self.granularity)
+        if device.type == "cpu":
+            step = min(step, max(_CHUNK_ELEMENTS // self.granularity, 1) * self.granularity)
+        self._step = step
+        self._scratch = torch.empty(min(step, size), dtype=torch.float32, device=device)
+
+    def whole(self) -> Tensor:
+        """All of it, in memory of its own. Raises RefusedPart as `read` does."""
+        total = torch.empty(self.shape, dtype=torch.float32, device=self.device)
+        return self.read(0, total.numel(), total)
+
+    def read(self, start: int, stop: int, into: Tensor) -> Tensor:
+        """Elements start..stop, multiples of the contributions' granularity or the end, in `into`.
+
+        Raises:
+            RefusedPart: names the first whose values are not finite.
+        """
+        if not self._summands:
+            return into.zero_()
+        for first in range(start, stop, self._step):
+            last = min(first + self._step, stop)
+            self._add_up(first, last, into[first - start : last - start])
+        return into
+
+    def _add_up(self, start: int, stop: int, into: Tensor) -> None:
+        spare = self._scratch[: stop - start]
+        total: Tensor | None = None
+        for summand in self._summands:
+            target = into if total is None else spare
+            values = summand.reader.read(start, stop, target)
+            if summand.weight != 1.0:
+                values = torch.mul(values, summand.weight, out=target)
+            total = values if total is None else torch.add(total, values, out=into)
+        if total is not None and total is not into:
+            into.copy_(total)
+        # A sum in which one number is not finite is not finite either. The other way round it is the encoder's to
+        # refuse: finite numbers may add up to more than float32 holds.
+        if self._unchecked and not is_finite(into):
+            for summand in self._summands:
+                if not is_finite(summand.reader.read(start, stop, spare)):
+                    raise RefusedPart(
+                        summand.worker_id, "the contribution is malformed: NaN or infinite values"
+                    )
