@@ -29,16 +29,11 @@ class Fingerprint:
             vector: float32, one-dimensional, contiguous.
         """
         self._vector = vector
-        self._bits = vector.view(torch.int32)
-        count, device = vector.numel(), vector.device
-        capacity = min(_CHUNK_ELEMENTS, count + count % 2)
-        chunks = -(-count // _CHUNK_ELEMENTS)
-        self._products = torch.empty(capacity, dtype=torch.int32, device=device)
-        self._wide = torch.empty(capacity, dtype=torch.float64, device=device)
-        self._sums = torch.zeros(chunks, dtype=torch.int64, device=device)
-        self._squares = torch.zeros(chunks, dtype=torch.float64, device=device)
+        # Of each chunk. Tensors stay on their device until the end, so that nobody waits for it meanwhile.
+        self._sums: list[int | Tensor] = []
+        self._squares: list[float | Tensor] = []
         self._done = 0
-        self._kernels = any_kernels() if device.type == "cpu" else None
+        self._kernels = any_kernels() if vector.device.type == "cpu" else None
 
     def advance(self, written: int) -> None:
         """The first `written` elements are final."""
@@ -47,31 +42,29 @@ class Fingerprint:
             self._take(self._done, min(self._done + _CHUNK_ELEMENTS, count))
 
     def _take(self, start: int, stop: int) -> None:
+        values, weights = self._vector[start:stop], _weights(self._vector.device)
+        if self._kernels is not None and (stop - start) % FOLDED_ELEMENTS == 0:
+            folded, squares = self._kernels.fold(values, weights)
+            self._sums.append(folded)
+            self._squares.append(squares)
+        else:
+            products = values.view(torch.int32) * weights[: stop - start]
+            if len(products) % 2:
+                products = torch.nn.functional.pad(products, (0, 1))
+            self._sums.append(products.view(torch.int64).sum())
+            # In float64: squares of float32 leave its range. Chunk by chunk, as torch's own norm of another type takes
+            # seven times as long.
+            wide = values.to(torch.float64)
+            self._squares.append(torch.dot(wide, wide))
         self._done = stop
-        size, number = stop - start, start // _CHUNK_ELEMENTS
-        if self._kernels is not None and size % FOLDED_ELEMENTS == 0:
-            weights = _weights(self._vector.device)
-            folded, squares = self._kernels.fold(self._vector[start:stop], weights)
-            self._sums[number] = folded - (1 << 64) if folded >> 63 else folded
-            self._squares[number] = squares
-            return
-        products = self._products[: size + size % 2]
-        torch.mul(self._bits[start:stop], _weights(self._vector.device)[:size], out=products[:size])
-        if size % 2:
-            products[size] = 0
-        torch.sum(products.view(torch.int64), 0, out=self._sums[number])
-        # In float64: squares of float32 leave its range. Chunk by chunk, as torch's own norm of another type takes
-        # seven times as long.
-        wide = self._wide[:size].copy_(self._vector[start:stop])
-        torch.dot(wide, wide, out=self._squares[number])
 
     def finish(self) -> tuple[int, float]:
         """(digest, squared norm) of the whole vector. The norm is finite exactly when every element is."""
         self.advance(self._vector.numel())
         digest = self._vector.numel()
-        for partial in self._sums.tolist():
-            digest = (digest * _MIX + partial) & _MASK
-        return digest, float(self._squares.sum())
+        for partial in self._sums:
+            digest = (digest * _MIX + int(partial)) & _MASK
+        return digest, sum(map(float, self._squares))
 
 
 def fingerprint(vector: Tensor) -> tuple[int, float]:
