@@ -4,7 +4,8 @@ The coordinator is the real process (`starlings coordinator`), the broker a real
 `starlings bus config` writes; workers are simulated by other processes over real mTLS (`bus_load.py`), each with a
 certificate, a control stream and a connection to the broker of its own. They heartbeat at the pace that the coordinator
 names, and send telemetry every 5 s: once over gRPC, to a coordinator without a bus, once over MQTT, to one with it. CPU
-and memory are those of the coordinator's process alone, so that they hold also when the load shares its cores.
+and memory are those of the coordinator's process alone. They hold only while all keep their pace, which is a claim too:
+a coordinator that waits for a core reads many messages at once, and gRPC then looks several times as cheap as it is.
 
     python benchmarks/bus.py [--quick] [--json FILE] [--workers N] [--streams N]
 
@@ -43,6 +44,7 @@ from starlings_protos.telemetry import TELEMETRY_INTERVAL_S
 
 CPU_RATIO_BOUND = 0.2
 HEARD_BOUND = 0.95
+PACE_BOUND = 0.95
 WORKERS_PER_GENERATOR = 500
 # Handshakes at once, of all generators together: a coordinator does about a hundred a second, and each may take 10 s.
 CONNECTING_AT_ONCE = 64
@@ -185,6 +187,14 @@ def run(
     rows = [over_grpc, over_mqtt]
     ratio = over_mqtt["cpu share"] / over_grpc["cpu share"]
     lost, heard = float(sum(row["lost"] for row in rows)), over_mqtt["heard"]
+    # Starved generators send too little of either, and whichever side is spared more looks the cheaper.
+    pace = min(
+        min(
+            row["telemetry/s"] * TELEMETRY_INTERVAL_S / workers,
+            row["heartbeats/s"] * row["interval s"] / streams,
+        )
+        for row in rows
+    )
     claims = [
         Claim(
             "CPU of the coordinator with the bus / without it",
@@ -197,6 +207,12 @@ def run(
             heard,
             HEARD_BOUND,
             heard >= HEARD_BOUND,
+        ),
+        Claim(
+            "telemetry or heartbeats that were sent, of what was meant to be",
+            pace,
+            PACE_BOUND,
+            pace >= PACE_BOUND,
         ),
         Claim("connections lost", lost, 0.0, lost == 0),
     ]
