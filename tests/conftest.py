@@ -1,10 +1,15 @@
-"""For every test: in which order files are run."""
+"""For every test: in which order files are run, and how Hypothesis judges."""
 
 from __future__ import annotations
 
 from itertools import groupby
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes depends on what else the machine does; speed is for benchmarks/.
+settings.register_profile("starlings", deadline=None)
+settings.load_profile("starlings")
 
 SWARMS = "tests/e2e/"
 
