@@ -66,6 +66,15 @@ def test_history_goes_on_when_a_restarted_coordinator_counts_from_one() -> None:
     assert len(history.events) == 4
 
 
+def test_history_notices_a_restart_after_which_as_much_was_said() -> None:
+    history = status.History()
+    history.add(control_pb2.StatusReply(events=[control_pb2.Event(sequence=1, kind="join", at_s=0.5)]))
+    kinds = ("restarted", "rejoin")
+    again = [control_pb2.Event(sequence=n, kind=kind, at_s=9.0) for n, kind in enumerate(kinds, 1)]
+    assert [event.kind for event in history.add(control_pb2.StatusReply(events=again))] == list(kinds)
+    assert history.add(control_pb2.StatusReply(events=again)) == []
+
+
 def test_a_waiting_job_says_what_for(recorded: Recorded) -> None:
     reply = recorded("gathering")
     assert "needs 3.1 GB more for stages 4-5" in status.status_line(reply)

@@ -48,17 +48,19 @@ class History:
     last: control_pb2.StatusReply | None = None
     # The last reply from the middle of training: what a picture of the run shows.
     training: control_pb2.StatusReply | None = None
-    _seen_event: int = 0
+    # Of the coordinator's present life, by sequence number.
+    _said: dict[int, control_pb2.Event] = field(default_factory=dict)
 
     def add(self, reply: control_pb2.StatusReply) -> list[control_pb2.Event]:
         """Remembers the reply; returns the events that were not seen before."""
-        newest = max((event.sequence for event in reply.events), default=self._seen_event)
-        if newest < self._seen_event:
-            # A coordinator that was started again counts from the beginning.
-            self._seen_event = 0
-        fresh = [e for e in reply.events if e.sequence > self._seen_event]
-        for event in fresh:
-            self._seen_event = max(self._seen_event, event.sequence)
+        newest = max((event.sequence for event in reply.events), default=max(self._said, default=0))
+        if newest < max(self._said, default=0) or any(
+            event != self._said.get(event.sequence, event) for event in reply.events
+        ):
+            # A coordinator that was started again counts from the beginning, and may have said as much since.
+            self._said.clear()
+        fresh = [event for event in reply.events if event.sequence not in self._said]
+        self._said.update((event.sequence, event) for event in fresh)
         self.events.extend(fresh)
         if reply.loss_curve:
             # A job that went back to a checkpoint repeats steps: the newer points count.
