@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,8 @@ class Speaker:
         self.identity = identity
         self.state = "joining"
         self.sequence = 0
+        # Called each time that a word is asked for, which is when everything before it was answered.
+        self.before_word: Callable[[], None] = lambda: None
         self.said: list[str] = []
         self.heard: list[tuple[str, bytes, bool]] = []
         self.client = BusClient(
@@ -72,6 +74,7 @@ class Speaker:
         return Outgoing(self.topic, encode(status, Form.PROTOBUF), 1, retain=True)
 
     def standing(self, session: int) -> list[Outgoing]:
+        self.before_word()
         self.sequence += 1
         return [self.word(session, bus_pb2.PRESENCE_ONLINE)]
 
@@ -249,10 +252,15 @@ def test_a_broker_that_dies_before_it_answers_is_missed_at_once(tmp_path: Path):
     with broker(tmp_path) as at, Speaker(at, new_identity(at.authority)) as speaker:
         until(speaker.connected, "the connection")
         assert at.process is not None
-        os.kill(at.process.pid, signal.SIGSTOP)
-        before = speaker.sequence
+        pid, frozen = at.process.pid, threading.Event()
+
+        def freeze() -> None:
+            os.kill(pid, signal.SIGSTOP)
+            frozen.set()
+
+        speaker.before_word = freeze
         speaker.client.refresh()
-        until(lambda: speaker.sequence > before, "a word that waits for its answer")
+        until(frozen.is_set, "a word that waits for its answer")
         at.stop(kill=True)
         until(lambda: not speaker.connected(), "the loss", ANSWER_WITHIN_S / 2)
 
