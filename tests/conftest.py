@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from itertools import groupby
 
+import grpc.aio
 import pytest
 from hypothesis import settings
 
 # How long an example takes depends on what else the machine does; speed is for benchmarks/.
 settings.register_profile("starlings", deadline=None)
 settings.load_profile("starlings")
+
+# Held until the process ends: when the last channel goes, grpc.aio waits for its poller, and for ever if the garbage
+# collector finds that channel after the event loop of its test.
+grpc.aio.init_grpc_aio()
 
 SWARMS = "tests/e2e/"
 
