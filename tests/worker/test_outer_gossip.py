@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from starlings_job.exchange_rules import rules_for
-from starlings_worker.outer import state as state_module
 from starlings_worker.outer.gossip import (
     WEIGHT_LEAST,
     WEIGHT_MOST,
@@ -27,23 +25,11 @@ from starlings_worker.outer.outcome import Average, ImplausibleWeight, NotFinite
 from starlings_worker.outer.palsgd import Palsgd
 from starlings_worker.outer.quasi_global import QuasiGlobal, QuasiGlobalState
 from starlings_worker.outer.state import FragmentState
+from support.outer import SIZE, close, seeds
 
-SIZE = 37
-seeds = st.integers(0, 2**32 - 1)
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 GOSSIP = Gossip(rules_for("gossip"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_chunks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_module, "_CHUNK_ELEMENTS_CPU", 16)
-        yield
-
-
-def close(found: torch.Tensor, expected: np.ndarray, tolerance: float = 1e-6) -> bool:
-    """Against the size of the vectors that all this comes from: their differences keep float32's error of them."""
-    scale = max(float(np.linalg.norm(expected)), float(np.sqrt(expected.size)))
-    return float(np.linalg.norm(found.double().numpy() - expected)) <= tolerance * scale
 
 
 def push(rule: Gossip, states: list[PushSumState], thetas: list[torch.Tensor]) -> list[Pushed]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -12,36 +10,14 @@ from hypothesis import strategies as st
 
 from starlings_compression.codec import make_codec
 from starlings_job.exchange_rules import Phase, rules_for
-from starlings_worker.outer import state as state_module
 from starlings_worker.outer.allreduce import AllReduce
 from starlings_worker.outer.diloco import DiLoCo
 from starlings_worker.outer.sparseloco import SparseLoCo
 from starlings_worker.outer.state import FragmentState
 from starlings_worker.robust import Contribution, aggregate
+from support.outer import SIZE, close, seeds, tensor, vector
 
-SIZE = 37
-seeds = st.integers(0, 2**32 - 1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_chunks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_module, "_CHUNK_ELEMENTS_CPU", 16)
-        yield
-
-
-def vector(rng: np.random.Generator, scale: float = 1.0) -> np.ndarray:
-    return (scale * rng.standard_normal(SIZE)).astype(np.float32).astype(np.float64)
-
-
-def tensor(values: np.ndarray) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32)
-
-
-def close(found: torch.Tensor, expected: np.ndarray, tolerance: float = 1e-6) -> bool:
-    """Against the size of the vectors that all this comes from: their differences keep float32's error of them."""
-    scale = max(float(np.linalg.norm(expected)), float(np.sqrt(expected.size)))
-    return float(np.linalg.norm(found.double().numpy() - expected)) <= tolerance * scale
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def mean_of(vectors: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
@@ -88,7 +64,7 @@ def test_diloco_follows_its_papers(
     for state, theta, expected in zip(states, thetas, fast, strict=True):
         assert close(theta, expected)
         assert close(state.phi, phi)
-        assert close(state.momentum, m)
+        assert close(state.momentum, m, among=phi)
 
 
 @settings(max_examples=10, deadline=None)

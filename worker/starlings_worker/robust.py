@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from starlings_job.exchange_rules import Robust
+from starlings_worker.chunks import chunks
+from starlings_worker.outer.judging import CLAIM_FACTOR
 from starlings_worker.outer.outcome import (
     Dropped,
     ImplausibleWeight,
@@ -37,12 +39,9 @@ from starlings_worker.outer.state import norm_of
 
 # Of the reference norm. Members' data and step counts differ; ten times as much is no difference of data.
 NORM_FACTOR = 10.0
-# Between what a member counted and what the ledger knows of already.
-CLAIM_FACTOR = 10.0
 # Members cut off at each end of a coordinate, as a share of all.
 TRIM = 0.25
 CENTERED_CLIP_ITERATIONS = 5
-_CHUNK_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +174,10 @@ def _trimmed_mean(vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
         return _weighted_mean(vectors, shares)
     mean = torch.empty_like(vectors[0])
     weights = torch.tensor(shares, dtype=torch.float32, device=mean.device)
-    for begin in range(0, mean.numel(), _CHUNK_ELEMENTS):
-        end = min(begin + _CHUNK_ELEMENTS, mean.numel())
-        values, places = torch.stack([v[begin:end] for v in vectors]).sort(dim=0, stable=True)
+    for here in chunks(mean, count):
+        values, places = torch.stack([v[here] for v in vectors]).sort(dim=0, stable=True)
         kept = weights[places[cut : count - cut]]
-        mean[begin:end] = (values[cut : count - cut] * kept).sum(0) / kept.sum(0)
+        mean[here] = (values[cut : count - cut] * kept).sum(0) / kept.sum(0)
     return mean
 
 
@@ -205,7 +203,6 @@ def _centered_clip(vectors: Sequence[Tensor], shares: Sequence[float], center: T
 
 def _coordinate_median(vectors: Sequence[Tensor]) -> Tensor:
     median = torch.empty_like(vectors[0])
-    for begin in range(0, median.numel(), _CHUNK_ELEMENTS):
-        end = min(begin + _CHUNK_ELEMENTS, median.numel())
-        median[begin:end] = torch.stack([v[begin:end] for v in vectors]).median(dim=0).values
+    for here in chunks(median, len(vectors)):
+        median[here] = torch.stack([v[here] for v in vectors]).median(dim=0).values
     return median

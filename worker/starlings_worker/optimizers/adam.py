@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from starlings_job.optimizers import CODES, QUANTISED_BLOCK_ELEMENTS, SCALES, Kept, kept_tensor, kinds_kept
 from starlings_worker.blockwise import decode, encode
+from starlings_worker.chunks import elements_at_once
 from starlings_worker.flat import Entry, FlatVector, keeps
-from starlings_worker.optimizers.elementary import clipped, decay, piece_elements, pieces, root
+from starlings_worker.optimizers.elementary import clipped, decay, pieces, root
 
 _both_moments = keeps("exp_avg", "exp_avg_sq")
 
@@ -25,8 +27,26 @@ class _Rule(Protocol):
     def __call__(self, parameters: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None: ...
 
 
+class _TwoMoments(ABC):
+    """Decoupled weight decay, then the rule, over float32 moments of the gradient and of its square."""
+
+    __slots__ = ()
+    weight_decay: float
+
+    @abstractmethod
+    def rule(self, number: int, learning_rate: float) -> _Rule:
+        """Of step `number`, which counts from 1, without the weight decay."""
+
+    def keeps(self, entry: Entry) -> Sequence[Kept]:
+        return _both_moments(entry)
+
+    def step(self, vector: FlatVector, *, number: int, learning_rate: float, clip_factor: float) -> None:
+        decay(vector, vector.decaying("exp_avg"), 1.0 - learning_rate * self.weight_decay)
+        _apply(vector, self.rule(number, learning_rate), clip_factor)
+
+
 @dataclass(frozen=True, slots=True)
-class AdamW:
+class AdamW(_TwoMoments):
     """Loshchilov & Hutter, "Decoupled weight decay regularization" (2019), algorithm 2, without schedule
     factor.
     """
@@ -36,15 +56,7 @@ class AdamW:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
 
-    def keeps(self, entry: Entry) -> Sequence[Kept]:
-        return _both_moments(entry)
-
-    def step(self, vector: FlatVector, *, number: int, learning_rate: float, clip_factor: float) -> None:
-        decay(vector, vector.decaying("exp_avg"), 1.0 - learning_rate * self.weight_decay)
-        _apply(vector, self.rule(number, learning_rate), clip_factor)
-
     def rule(self, number: int, learning_rate: float) -> _Rule:
-        """Without the weight decay."""
         step_size = learning_rate / (1.0 - self.beta1**number)
         second_scale = 1.0 / math.sqrt(1.0 - self.beta2**number)
 
@@ -59,7 +71,7 @@ class AdamW:
 
 
 @dataclass(frozen=True, slots=True)
-class NAdam:
+class NAdam(_TwoMoments):
     """Dozat, "Incorporating Nesterov momentum into Adam" (2016), algorithm 2, with decoupled weight decay; the formula
     of torch.optim.NAdam.
 
@@ -78,15 +90,7 @@ class NAdam:
     weight_decay: float = 0.1
     momentum_decay: float = 0.004
 
-    def keeps(self, entry: Entry) -> Sequence[Kept]:
-        return _both_moments(entry)
-
-    def step(self, vector: FlatVector, *, number: int, learning_rate: float, clip_factor: float) -> None:
-        decay(vector, vector.decaying("exp_avg"), 1.0 - learning_rate * self.weight_decay)
-        _apply(vector, self.rule(number, learning_rate), clip_factor)
-
     def rule(self, number: int, learning_rate: float) -> _Rule:
-        """Without the weight decay."""
         now, following = (nadam_momentum(self.beta1, self.momentum_decay, t) for t in (number, number + 1))
         product = nadam_product(self.beta1, self.momentum_decay, number)
         of_gradient = learning_rate * (1.0 - now) / (1.0 - product)
@@ -139,7 +143,7 @@ class AdamW8bit:
         decay(vector, vector.decaying(), 1.0 - learning_rate * self.adamw.weight_decay)
         rule = self.adamw.rule(number, learning_rate)
         _apply(vector, rule, clip_factor)
-        most = piece_elements(vector)
+        most = elements_at_once(vector.parameters.device)
         assert most % QUANTISED_BLOCK_ELEMENTS == 0
         moments = ("exp_avg", "exp_avg_sq")
         for slot in vector.slots_with("exp_avg" + CODES):

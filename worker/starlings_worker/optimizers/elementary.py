@@ -16,11 +16,8 @@ import torch
 from torch import Tensor
 
 from starlings_job.optimizers import Kept
+from starlings_worker.chunks import elements_at_once
 from starlings_worker.flat import Entry, FlatVector, Stretch
-
-# Temporaries stay this small: within a core's cache on a CPU, few launches on a GPU.
-_PIECE_ELEMENTS_CPU = 1 << 16
-_PIECE_ELEMENTS_ACCELERATOR = 1 << 24
 
 
 class Optimizer(Protocol):
@@ -61,12 +58,7 @@ def clipped(gradient: Tensor, clip_factor: float) -> Tensor:
     return gradient if clip_factor == 1.0 else gradient.mul_(clip_factor)
 
 
-def piece_elements(vector: FlatVector) -> int:
-    """How many elements are worked on at a time."""
-    return _PIECE_ELEMENTS_CPU if vector.parameters.device.type == "cpu" else _PIECE_ELEMENTS_ACCELERATOR
-
-
 def pieces(vector: FlatVector, kind: str) -> Iterator[Stretch]:
     """All parameters of which this kind of state is kept, a piece at a time."""
     for stretch in vector.stretches(kind):
-        yield from stretch.pieces(piece_elements(vector))
+        yield from stretch.pieces(elements_at_once(vector.parameters.device))

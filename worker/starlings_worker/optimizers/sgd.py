@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from starlings_job.optimizers import Kept
+from starlings_worker.chunks import elements_at_once
 from starlings_worker.flat import Entry, FlatVector, Stretch, keeps
-from starlings_worker.optimizers.elementary import clipped, piece_elements
+from starlings_worker.optimizers.elementary import clipped
 
 _momentum = keeps("momentum")
 
@@ -28,7 +29,7 @@ class Sgd:
 
     def step(self, vector: FlatVector, *, number: int, learning_rate: float, clip_factor: float) -> None:
         del number
-        everything = list(Stretch(0, vector.size, 0).pieces(piece_elements(vector)))
+        everything = list(Stretch(0, vector.size, 0).pieces(elements_at_once(vector.parameters.device)))
         for piece in everything:
             clipped(vector.gradient[piece.here], clip_factor)
         if self.weight_decay:

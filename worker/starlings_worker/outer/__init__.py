@@ -8,7 +8,8 @@ Numbers and their checks: `starlings_job.exchange_rules` (`rules_for("pairs")`, 
 | --- | --- |
 | state.py | `FragmentState` (phi, m, ...) per replica and fragment; `Payload`, what travels |
 | fragments.py | the cut of a group's vector into fragments of equal bytes |
-| pairs.py | `pairs`: own Nesterov step at once, average on commit; verdicts on partners, comeback |
+| judging.py | `PairRule`: which partner is plausible, comeback, and that only a plausible one is averaged with |
+| pairs.py | `pairs`: own Nesterov step at once, average on commit |
 | noloco.py | `noloco`: momentum and averaging in one formula |
 | diloco.py | `diloco`: mean displacement, one outer step for all; by fragments, overlapped |
 | sparseloco.py | `sparseloco`: few values of each displacement, and error feedback |

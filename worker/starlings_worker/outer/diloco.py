@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from starlings_job.exchange_rules import ExchangeRules, Phase
-from starlings_worker.outer.state import FragmentState, Payload, chunks, nesterov_step
+from starlings_worker.chunks import chunks
+from starlings_worker.outer.state import FragmentState, Payload, merge, nesterov_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,7 @@ class DiLoCo:
     def at_slot(self, state: FragmentState, theta: Tensor, phase: Phase) -> Payload:
         """The displacement, in `state.outgoing`. Weights and state stay as they are."""
         state.enter(phase)
-        outgoing = state.need_outgoing()
-        torch.sub(state.phi, theta, out=outgoing)
-        return Payload(outgoing)
+        return Payload(state.displacement(theta))
 
     @torch.no_grad()
     def commit(
@@ -53,16 +52,13 @@ class DiLoCo:
             overlapped: steps were taken since the slot; `merge_alpha` says how much of them stays.
         """
         alpha = self.rules.merge_alpha if overlapped else 0.0
-        for begin, end in chunks(theta):
-            phi, weights = state.phi[begin:end], theta[begin:end]
+        for here in chunks(theta):
+            phi, weights = state.phi[here], theta[here]
             nesterov_step(
                 phi,
-                state.momentum[begin:end],
-                aggregate[begin:end].clone(),
+                state.momentum[here],
+                aggregate[here].clone(),
                 phase.outer_rate,
                 phase.outer_momentum,
             )
-            if alpha == 0:
-                weights.copy_(phi)
-            else:
-                weights.mul_(alpha).add_(phi, alpha=1 - alpha)
+            merge(weights, phi, alpha)

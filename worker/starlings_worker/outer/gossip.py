@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from starlings_job.exchange_rules import ExchangeRules
+from starlings_worker.chunks import chunks
+from starlings_worker.outer.judging import plausible_distance
 from starlings_worker.outer.outcome import Average, Dropped, ImplausibleWeight, Reason, Refuse, Verdict
-from starlings_worker.outer.pairs import plausible_distance
-from starlings_worker.outer.state import chunks
+from starlings_worker.outer.state import usual
 
 # Half is given away, half stays.
 GIVEN = 0.5
@@ -107,17 +108,16 @@ class Gossip:
         if received is None or not isinstance(verdict, Average):
             received = None
         else:
-            usual, far = state.usual_distance, verdict.distance
-            state.usual_distance = far if usual is None else 0.8 * usual + 0.2 * far
+            state.usual_distance = usual(state.usual_distance, verdict.distance)
         given = GIVEN * sent.weight if sent is not None else 0.0
         taken = GIVEN * received.weight if received is not None else 0.0
         weight = state.weight - given + taken
-        for begin, end in chunks(theta):
-            part = theta[begin:end].mul_(state.weight)
+        for here in chunks(theta):
+            part = theta[here].mul_(state.weight)
             if sent is not None:
-                part.sub_(sent.x[begin:end], alpha=GIVEN)
+                part.sub_(sent.x[here], alpha=GIVEN)
             if received is not None:
-                part.add_(received.x[begin:end], alpha=GIVEN)
+                part.add_(received.x[here], alpha=GIVEN)
             part.div_(weight)
         state.weight = weight if weight >= WEIGHT_LEAST else 1.0
         return received is not None

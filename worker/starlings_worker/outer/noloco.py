@@ -23,17 +23,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from starlings_job.exchange_rules import ExchangeRules, Phase
-from starlings_worker.outer.outcome import Average, Verdict
-from starlings_worker.outer.pairs import Pairs
-from starlings_worker.outer.state import FragmentState, Payload, add_correction, chunks
+from starlings_job.exchange_rules import Phase
+from starlings_worker.chunks import chunks
+from starlings_worker.outer.judging import PairRule
+from starlings_worker.outer.state import FragmentState, Payload, add_correction
 
 
 @dataclass(frozen=True, slots=True)
-class NoLoCo:
-    """Pair rule over one fragment, with the calls of `Pairs`. `state.momentum` is delta."""
-
-    rules: ExchangeRules
+class NoLoCo(PairRule):
+    """A `PairRule`. `state.momentum` is delta."""
 
     @torch.no_grad()
     def at_slot(self, state: FragmentState, theta: Tensor, phase: Phase) -> Payload:
@@ -41,45 +39,16 @@ class NoLoCo:
         state.enter(phase)
         alpha, beta = phase.outer_momentum, phase.outer_rate
         outgoing = state.need_outgoing()
-        for begin, end in chunks(theta):
-            phi, weights, delta = state.phi[begin:end], theta[begin:end], state.momentum[begin:end]
-            torch.add(weights, phi, alpha=self.rules.gamma / beta - 1, out=outgoing[begin:end])
+        for here in chunks(theta):
+            phi, weights, delta = state.phi[here], theta[here], state.momentum[here]
+            torch.add(weights, phi, alpha=self.rules.gamma / beta - 1, out=outgoing[here])
             delta.mul_(alpha).add_(torch.sub(weights, phi), alpha=beta)
             phi.add_(delta)
             weights.copy_(phi)
         return Payload(outgoing)
 
-    def judge(
-        self,
-        state: FragmentState,
-        own: Payload,
-        theirs: Payload,
-        partner: str,
-        *,
-        claimed_weight: float | None = None,
-        ledger_weight: float | None = None,
-    ) -> Verdict:
-        """As `Pairs.judge`."""
-        return Pairs(self.rules).judge(
-            state, own, theirs, partner, claimed_weight=claimed_weight, ledger_weight=ledger_weight
-        )
-
-    def commit(
-        self,
-        state: FragmentState,
-        theta: Tensor,
-        own: Payload,
-        theirs: Payload,
-        share: float,
-        verdict: Verdict,
-    ) -> bool:
-        """Averages if the verdict says so. Returns whether it did."""
-        if not 0 < share < 1:
-            raise ValueError(f"a share of {share} is not between 0 and 1")
-        if not isinstance(verdict, Average):
-            return False
+    def _average(
+        self, state: FragmentState, theta: Tensor, own: Payload, theirs: Payload, factor: float
+    ) -> None:
         assert state.phase is not None, "a swap commits after its slot"
-        factor = (1 - share) * state.phase.outer_rate
-        add_correction((state.momentum, state.phi, theta), theirs.z, own.z, factor)
-        state.note_distance(verdict.distance)
-        return True
+        add_correction((state.momentum, state.phi, theta), theirs.z, own.z, factor * state.phase.outer_rate)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from starlings_worker.chunks import chunks
 from starlings_worker.outer.pairs import Pairs
-from starlings_worker.outer.state import FragmentState, chunks
+from starlings_worker.outer.state import FragmentState
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,5 +39,5 @@ class Palsgd(Pairs):
         if self.rules.pull_probability == 0:
             return
         fraction = min(1.0, self.rules.pull * learning_rate / self.rules.pull_probability)
-        for begin, end in chunks(theta):
-            theta[begin:end].lerp_(state.phi[begin:end], fraction)
+        for here in chunks(theta):
+            theta[here].lerp_(state.phi[here], fraction)

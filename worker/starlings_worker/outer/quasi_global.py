@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from starlings_job.exchange_rules import ExchangeRules
-from starlings_worker.outer.state import chunks, distance
+from starlings_worker.chunks import chunks
+from starlings_worker.outer.state import distance
 
 _EPSILON = 1e-8
 
@@ -60,11 +61,9 @@ class QuasiGlobal:
         if self.rules.quasi_global == "adam":
             self._adam_step(state, theta, gradient, learning_rate)
             return
-        for begin, end in chunks(theta):
-            direction = torch.add(
-                gradient[begin:end], state.buffer[begin:end], alpha=self.rules.quasi_global_beta
-            )
-            theta[begin:end].sub_(direction, alpha=learning_rate)
+        for here in chunks(theta):
+            direction = torch.add(gradient[here], state.buffer[here], alpha=self.rules.quasi_global_beta)
+            theta[here].sub_(direction, alpha=learning_rate)
 
     def _adam_step(
         self, state: QuasiGlobalState, theta: Tensor, gradient: Tensor, learning_rate: float
@@ -74,12 +73,12 @@ class QuasiGlobal:
         root_scale = 1 / math.sqrt(1 - beta2**state.steps)
         if state.first is None:
             state.first = torch.zeros_like(theta)
-        for begin, end in chunks(theta):
-            g, first = gradient[begin:end], state.first[begin:end]
+        for here in chunks(theta):
+            g, first = gradient[here], state.first[here]
             first.mul_(beta1).add_(g, alpha=1 - beta1)
-            second = torch.mul(state.buffer[begin:end], beta2).addcmul_(g, g, value=1 - beta2)
+            second = torch.mul(state.buffer[here], beta2).addcmul_(g, g, value=1 - beta2)
             denominator = second.sqrt_().mul_(root_scale).add_(_EPSILON)
-            theta[begin:end].addcdiv_(first, denominator, value=-step_size)
+            theta[here].addcdiv_(first, denominator, value=-step_size)
 
     @torch.no_grad()
     def after_gossip(self, state: QuasiGlobalState, theta: Tensor) -> None:
@@ -92,10 +91,10 @@ class QuasiGlobal:
         else:
             keep = self.rules.quasi_global_mu
             scale = 1 / state.learning_rates
-        for begin, end in chunks(theta):
-            change = torch.sub(state.before[begin:end], theta[begin:end]).mul_(scale)
+        for here in chunks(theta):
+            change = torch.sub(state.before[here], theta[here]).mul_(scale)
             if self.rules.quasi_global == "adam":
                 change.square_()
-            state.buffer[begin:end].mul_(keep).add_(change, alpha=1 - keep)
-            state.before[begin:end].copy_(theta[begin:end])
+            state.buffer[here].mul_(keep).add_(change, alpha=1 - keep)
+            state.before[here].copy_(theta[here])
         state.learning_rates = 0.0

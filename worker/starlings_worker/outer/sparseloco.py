@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from starlings_job.exchange_rules import ExchangeRules, Phase
-from starlings_worker.outer.state import FragmentState, Payload, chunks
+from starlings_worker.chunks import chunks
+from starlings_worker.outer.state import FragmentState, Payload, merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,7 @@ class SparseLoCo:
     def at_slot(self, state: FragmentState, theta: Tensor, phase: Phase) -> Payload:
         """e', in `state.outgoing`. To be encoded without another error feedback."""
         state.enter(phase)
-        outgoing = state.need_outgoing()
-        torch.sub(state.phi, theta, out=outgoing)
+        outgoing = state.displacement(theta)
         if state.residual is not None:
             outgoing.add_(state.residual, alpha=self._decay)
         return Payload(outgoing)
@@ -60,9 +60,9 @@ class SparseLoCo:
             state.residual = torch.empty_like(state.phi)
         torch.sub(state.outgoing, own, out=state.residual)
         alpha = self.rules.merge_alpha if overlapped else 0.0
-        for begin, end in chunks(theta):
-            phi = state.phi[begin:end].sub_(aggregate[begin:end], alpha=phase.outer_rate)
-            theta[begin:end].lerp_(phi, 1 - alpha) if alpha else theta[begin:end].copy_(phi)
+        for here in chunks(theta):
+            phi = state.phi[here].sub_(aggregate[here], alpha=phase.outer_rate)
+            merge(theta[here], phi, alpha)
 
     @property
     def _decay(self) -> float:

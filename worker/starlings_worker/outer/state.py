@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from starlings_job.exchange_rules import Phase
+from starlings_worker.chunks import chunks
 from starlings_worker.digest import squared_norm
-
-# Temporaries stay this small: within a core's cache on a CPU, few launches on a GPU.
-_CHUNK_ELEMENTS_CPU = 1 << 16
-_CHUNK_ELEMENTS_ACCELERATOR = 1 << 24
 
 
 @dataclass(slots=True)
@@ -55,9 +51,7 @@ class FragmentState:
             self.phase, self.usual_distance = phase, None
 
     def note_distance(self, distance: float) -> None:
-        """An exponential average over about five swaps."""
-        usual = self.usual_distance
-        self.usual_distance = distance if usual is None else 0.8 * usual + 0.2 * distance
+        self.usual_distance = usual(self.usual_distance, distance)
 
     def end_round(self, *, averaged: bool) -> None:
         """To be called once per round, after its last swap."""
@@ -67,6 +61,10 @@ class FragmentState:
         if self.outgoing is None:
             self.outgoing = torch.empty_like(self.phi)
         return self.outgoing
+
+    def displacement(self, theta: Tensor) -> Tensor:
+        """phi - theta, in `outgoing`."""
+        return torch.sub(self.phi, theta, out=self.need_outgoing())
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +78,9 @@ class Payload:
     m: Tensor | None = None
 
 
-def chunks(vector: Tensor) -> Iterator[tuple[int, int]]:
-    size = _CHUNK_ELEMENTS_CPU if vector.device.type == "cpu" else _CHUNK_ELEMENTS_ACCELERATOR
-    for begin in range(0, vector.numel(), size):
-        yield begin, min(begin + size, vector.numel())
+def usual(before: float | None, distance: float) -> float:
+    """An exponential average of distances, over about five swaps."""
+    return distance if before is None else 0.8 * before + 0.2 * distance
 
 
 def nesterov_step(phi: Tensor, momentum: Tensor, displacement: Tensor, eta: float, mu: float) -> None:
@@ -97,13 +94,24 @@ def nesterov_step(phi: Tensor, momentum: Tensor, displacement: Tensor, eta: floa
     phi.sub_(displacement, alpha=eta)
 
 
+def merge(theta: Tensor, phi: Tensor, alpha: float) -> None:
+    """theta = alpha theta + (1 - alpha) phi, in place; with alpha 0 a copy, bit for bit.
+
+    Douillard et al. 2025, "Streaming DiLoCo", section 2.3.
+    """
+    if alpha == 0:
+        theta.copy_(phi)
+    else:
+        theta.lerp_(phi, 1 - alpha)
+
+
 @torch.no_grad()
 def add_correction(targets: tuple[Tensor, ...], theirs: Tensor, own: Tensor, factor: float) -> None:
     """target += factor (theirs - own), for all targets, chunk by chunk."""
-    for begin, end in chunks(own):
-        correction = torch.sub(theirs[begin:end], own[begin:end]).mul_(factor)
+    for here in chunks(own):
+        correction = torch.sub(theirs[here], own[here]).mul_(factor)
         for target in targets:
-            target[begin:end].add_(correction)
+            target[here].add_(correction)
 
 
 def norm_of(vector: Tensor) -> float:
@@ -115,7 +123,7 @@ def norm_of(vector: Tensor) -> float:
 def distance(a: Tensor, b: Tensor) -> float:
     """Euclidean norm of a - b, summed in float64; infinite or nan where values are not finite or too far apart."""
     total = torch.zeros((), dtype=torch.float64, device=a.device)
-    for begin, end in chunks(a):
-        difference = a[begin:end].to(torch.float64, copy=True).sub_(b[begin:end])
+    for here in chunks(a):
+        difference = a[here].to(torch.float64, copy=True).sub_(b[here])
         total += torch.dot(difference, difference)
     return float(total.sqrt().item())
