@@ -240,7 +240,7 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="write rows, curves and claims there")
     parser.add_argument("--dir", type=Path, help="where text, finished runs and pictures are kept")
-    parser.add_argument("--seeds", type=int, help="runs of each codec (default 8)")
+    parser.add_argument("--seeds", type=int, help="runs of each codec (default 5)")
     parser.add_argument("--steps", type=int, help="optimizer steps of each run (default 240)")
     parser.add_argument("--lr", type=float, default=LEARNING_RATE, help="learning rate (default %(default)s)")
     parser.add_argument(

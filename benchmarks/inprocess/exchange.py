@@ -21,9 +21,11 @@ class Exchanged:
     sent_bytes: int
 
 
-def equal_members(group: str, members: Sequence[WorkerId]) -> ExchangeGroup:
-    """All with weight 1, and with parts of one size."""
-    return ExchangeGroup(group, tuple(ExchangeMember(member, 1.0, 1.0 / len(members)) for member in members))
+def equal_members(group: str, members: Sequence[WorkerId], weight: float = 1.0) -> ExchangeGroup:
+    """All with the same weight, and with parts of one size."""
+    return ExchangeGroup(
+        group, tuple(ExchangeMember(member, weight, 1.0 / len(members)) for member in members)
+    )
 
 
 def exchange(

@@ -37,6 +37,8 @@ class Setup:
     stages: int = 1
     gradient_codec: str = "exact"
     boundary_codec: str = "exact"
+    # A stage computes again in its backward pass, with the weights that it has then.
+    recompute: bool = False
 
 
 def cut_evenly(description: ModelDescription, stages: int) -> tuple[Stage, ...]:
@@ -82,7 +84,7 @@ class Worker:
         for block in self.held.blocks:
             tensors = {PARAMETER + name: raw_tensor(tensor) for name, tensor in state[block].items()}
             self.held.load_block(block, tensors, 0)
-        self.runner = Runner(self.held, loss_sum, recompute=False, bf16=False)
+        self.runner = Runner(self.held, loss_sum, recompute=setup.recompute, bf16=False)
         self.buffers = ExchangeBuffers(worker_id, setup.gradient_codec, self.held.vectors)
 
 
@@ -110,29 +112,34 @@ class Swarm:
     def workers(self) -> list[Worker]:
         return [worker for replica in self.replicas for worker in replica]
 
+    def replicas_of(self, stage: int) -> list[Worker]:
+        return [replica[stage] for replica in self.replicas]
+
     # ---------------------------------------------------------------- microbatches
 
     def train(self, replica: int, batch: Batch, loss_denominator: float) -> float:
         """Adds a microbatch's gradient to the replica's accumulators; returns the sum of its losses in nats."""
         runs: list[Run] = []
         for worker in self.replicas[replica]:
-            value = self._across(runs[-1].output, Direction.FORWARD, self._boundary) if runs else batch.inputs
-            runs.append(
-                worker.runner.forward(
-                    worker.stage,
-                    worker.stage,
-                    value,
-                    batch=batch,
-                    loss_denominator=loss_denominator,
-                    train=True,
-                )
-            )
+            runs.append(self.forward(worker, runs[-1] if runs else None, batch, loss_denominator))
         gradient: Tensor | None = None
         for worker, run in zip(reversed(self.replicas[replica]), reversed(runs), strict=True):
-            gradient = worker.runner.backward(run, gradient)
-            if gradient is not None:
-                gradient = self._across(gradient, Direction.BACKWARD, self._boundary)
+            gradient = self.backward(worker, run, gradient)
         return runs[-1].loss_sum
+
+    def forward(self, worker: Worker, before: Run | None, batch: Batch, loss_denominator: float) -> Run:
+        """One stage of a microbatch's way; `before`: what the stage before it made."""
+        value = (
+            batch.inputs if before is None else self._across(before.output, Direction.FORWARD, self._boundary)
+        )
+        return worker.runner.forward(
+            worker.stage, worker.stage, value, batch=batch, loss_denominator=loss_denominator, train=True
+        )
+
+    def backward(self, worker: Worker, run: Run, gradient: Tensor | None) -> Tensor | None:
+        """Adds to the stage's accumulator; returns what the stage before it gets, None at the first one."""
+        before = worker.runner.backward(run, gradient)
+        return None if before is None else self._across(before, Direction.BACKWARD, self._boundary)
 
     def evaluate(self, replica: int, batches: Iterable[Batch], *, through_codec: bool) -> float:
         """Mean loss in nats per target of one replica.

@@ -39,9 +39,19 @@ class Text:
             "data": {"source": source, "limit": limit, "held_out": held_out},
         }
         job_file.write_text(template.render(sections, comments=False), "utf-8")
-        self.prepared = directory / "prepared"
-        prepare(job_file, self.prepared)
-        job = load_prepared(self.prepared)
+        prepare(job_file, directory / "prepared")
+        self._open(directory / "prepared")
+
+    @classmethod
+    def opened(cls, prepared: Path) -> Text:
+        """What another process has prepared (`Text.prepared`); any number of processes may read it."""
+        text = cls.__new__(cls)
+        text._open(prepared)
+        return text
+
+    def _open(self, prepared: Path) -> None:
+        self.prepared = prepared
+        job = load_prepared(prepared)
         self.description: ModelDescription = job.description
         self.meta = job.dataset
         self._store = RecordStore(self.prepared)

@@ -23,18 +23,20 @@ def train_synchronously(
     *,
     seed: int,
     steps: int,
+    first_step: int = 0,
     steps_total: int = 0,
     on_step: StepHook | None = None,
     on_round: RoundHook | None = None,
 ) -> list[float]:
-    """Trains from version 0; returns each step's mean loss before its update.
+    """Returns each step's mean loss before its update.
 
     Args:
         seed: of the order of samples. Microbatches go to the replicas in turn.
-        steps_total: steps of the learning rate's schedule; 0 = as many as are trained.
+        first_step: the version that the swarm is at.
+        steps_total: steps of the learning rate's schedule; 0 = until the last one that is trained.
     """
     losses = []
-    for step in range(steps):
+    for step in range(first_step, first_step + steps):
         samples = samples_of_step(seed, text.population, step, train.batch)
         denominator = text.target_count(samples)
         total = 0.0
@@ -46,7 +48,7 @@ def train_synchronously(
             on_round(step)
         # As `starlings_coordinator.core.stepping` does.
         clip = min(1.0, train.clip / (norm + 1e-6)) if train.clip > 0 else 1.0
-        swarm.apply(step, learning_rate(train, step, steps_total or steps), clip)
+        swarm.apply(step, learning_rate(train, step, steps_total or first_step + steps), clip)
         losses.append(total / denominator)
         if on_step is not None:
             on_step(step, losses[-1], norm)
