@@ -40,6 +40,8 @@ PURE = (
     "worker/starlings_worker/outer/fragments.py",
     "worker/starlings_worker/outer/outcome.py",
     "protos/starlings_protos/messages.py",
+    "protos/starlings_protos/pair_messages.py",
+    "protos/starlings_protos/vocabulary.py",
     "protos/starlings_protos/bus/address.py",
     "protos/starlings_protos/bus/link.py",
     "protos/starlings_protos/bus/outbox.py",

@@ -24,6 +24,7 @@ from starlings_protos.errors import RefusedError, clean_text
 from starlings_protos.identity import KEEPER
 from starlings_protos.invite import parse_address
 from starlings_protos.messages import PeerUnreachable, ProbeReport, Refusal, ToCoordinator
+from starlings_protos.pair_messages import RoundOutcome
 
 R = TypeVar("R")
 _SCALARS = (str, bytes, int, float)
@@ -54,6 +55,8 @@ def received(message: control_pb2.ToCoordinator) -> ToCoordinator:
         _check_addresses(record.addresses)
     if isinstance(record, PeerUnreachable):
         _check_id(record.worker_id)
+    if isinstance(record, RoundOutcome) and record.partner:
+        _check_id(record.partner)
     return record
 
 

@@ -20,6 +20,78 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _SwapResult:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SwapResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SwapResult.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SWAP_RESULT_UNSPECIFIED: _SwapResult.ValueType  # 0
+    SWAP_RESULT_COMMITTED: _SwapResult.ValueType  # 1
+    """Averaged; the partner has confirmed that it knows."""
+    SWAP_RESULT_ONE_SIDED: _SwapResult.ValueType  # 2
+    """Averaged, and the partner perhaps not: it never confirmed that it had the sender's last word."""
+    SWAP_RESULT_SOLO: _SwapResult.ValueType  # 3
+    """Not averaged: the replica's own step stands."""
+
+class SwapResult(_SwapResult, metaclass=_SwapResultEnumTypeWrapper):
+    """What a swap did to the sender's weights."""
+
+SWAP_RESULT_UNSPECIFIED: SwapResult.ValueType  # 0
+SWAP_RESULT_COMMITTED: SwapResult.ValueType  # 1
+"""Averaged; the partner has confirmed that it knows."""
+SWAP_RESULT_ONE_SIDED: SwapResult.ValueType  # 2
+"""Averaged, and the partner perhaps not: it never confirmed that it had the sender's last word."""
+SWAP_RESULT_SOLO: SwapResult.ValueType  # 3
+"""Not averaged: the replica's own step stands."""
+Global___SwapResult: _TypeAlias = SwapResult  # noqa: Y015
+
+class _SoloReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SoloReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SoloReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SOLO_REASON_UNSPECIFIED: _SoloReason.ValueType  # 0
+    SOLO_REASON_NOT_MATCHED: _SoloReason.ValueType  # 1
+    """No match came for the slot."""
+    SOLO_REASON_LATE: _SoloReason.ValueType  # 2
+    """The deadline came first, or the next slot."""
+    SOLO_REASON_SILENT: _SoloReason.ValueType  # 3
+    """No sign of life of the partner for the progress timeout."""
+    SOLO_REASON_REFUSED: _SoloReason.ValueType  # 4
+    """What the partner sent was malformed, not finite or implausible."""
+    SOLO_REASON_DECLINED: _SoloReason.ValueType  # 5
+    """The partner said that it goes without."""
+    SOLO_REASON_FENCED: _SoloReason.ValueType  # 6
+    """The partner is in the plan no more, or begins a new life."""
+    SOLO_REASON_TOO_FAR: _SoloReason.ValueType  # 7
+    """Too far from the partner after rounds alone: the sender copies state instead of averaging."""
+    SOLO_REASON_FAILED: _SoloReason.ValueType  # 8
+    """The sender's own device failed."""
+
+class SoloReason(_SoloReason, metaclass=_SoloReasonEnumTypeWrapper):
+    """Why a replica went without its partner."""
+
+SOLO_REASON_UNSPECIFIED: SoloReason.ValueType  # 0
+SOLO_REASON_NOT_MATCHED: SoloReason.ValueType  # 1
+"""No match came for the slot."""
+SOLO_REASON_LATE: SoloReason.ValueType  # 2
+"""The deadline came first, or the next slot."""
+SOLO_REASON_SILENT: SoloReason.ValueType  # 3
+"""No sign of life of the partner for the progress timeout."""
+SOLO_REASON_REFUSED: SoloReason.ValueType  # 4
+"""What the partner sent was malformed, not finite or implausible."""
+SOLO_REASON_DECLINED: SoloReason.ValueType  # 5
+"""The partner said that it goes without."""
+SOLO_REASON_FENCED: SoloReason.ValueType  # 6
+"""The partner is in the plan no more, or begins a new life."""
+SOLO_REASON_TOO_FAR: SoloReason.ValueType  # 7
+"""Too far from the partner after rounds alone: the sender copies state instead of averaging."""
+SOLO_REASON_FAILED: SoloReason.ValueType  # 8
+"""The sender's own device failed."""
+Global___SoloReason: _TypeAlias = SoloReason  # noqa: Y015
+
 class _ExchangePurpose:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -199,6 +271,8 @@ class ToCoordinator(_message.Message):
     EXCHANGE_FAILED_FIELD_NUMBER: _builtins.int
     CATCH_UP_FAILED_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
+    ROUND_READY_FIELD_NUMBER: _builtins.int
+    ROUND_OUTCOME_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -229,6 +303,10 @@ class ToCoordinator(_message.Message):
     def catch_up_failed(self) -> Global___CatchUpFailed: ...
     @_builtins.property
     def telemetry(self) -> Global___Telemetry: ...
+    @_builtins.property
+    def round_ready(self) -> Global___RoundReady: ...
+    @_builtins.property
+    def round_outcome(self) -> Global___RoundOutcome: ...
     def __init__(
         self,
         *,
@@ -247,12 +325,14 @@ class ToCoordinator(_message.Message):
         exchange_failed: Global___ExchangeFailed | None = ...,
         catch_up_failed: Global___CatchUpFailed | None = ...,
         telemetry: Global___Telemetry | None = ...,
+        round_ready: Global___RoundReady | None = ...,
+        round_outcome: Global___RoundOutcome | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "round_outcome", b"round_outcome", "round_ready", b"round_ready", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "round_outcome", b"round_outcome", "round_ready", b"round_ready", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "probe_report", "ready", "lease_request", "microbatch_done", "microbatch_failed", "prepared", "state_report", "engine_down", "leaving", "peer_unreachable", "exchange_failed", "catch_up_failed", "telemetry"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "probe_report", "ready", "lease_request", "microbatch_done", "microbatch_failed", "prepared", "state_report", "engine_down", "leaving", "peer_unreachable", "exchange_failed", "catch_up_failed", "telemetry", "round_ready", "round_outcome"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -968,6 +1048,107 @@ class ExchangeFailed(_message.Message):
 Global___ExchangeFailed: _TypeAlias = ExchangeFailed  # noqa: Y015
 
 @_typing.final
+class RoundReady(_message.Message):
+    """A replica takes part in the stage's next slot. Said when the slot before it has begun, and again after a reconnection:
+    a coordinator that was started anew learns from it where the stage's clock stands.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    BEGINS_IN_S_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    slot: _builtins.int
+    """The next slot; 0 when the replica has no clock yet."""
+    begins_in_s: _builtins.float
+    """Seconds until that slot begins here."""
+    tokens: _builtins.int
+    """Target tokens that the replica trained since its last slot, by its own count: the ledger decides what it weighs."""
+    step_s: _builtins.float
+    """Seconds per inner step, its own average; 0 before the first."""
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        begins_in_s: _builtins.float = ...,
+        tokens: _builtins.int = ...,
+        step_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_in_s", b"begins_in_s", "slot", b"slot", "stage", b"stage", "step_s", b"step_s", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundReady: _TypeAlias = RoundReady  # noqa: Y015
+
+@_typing.final
+class RoundOutcome(_message.Message):
+    """What came of one swap with one partner, or of a slot without any. Exactly one per swap, from either side."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    FRAGMENT_FIELD_NUMBER: _builtins.int
+    SWAP_FIELD_NUMBER: _builtins.int
+    ROUND_ID_FIELD_NUMBER: _builtins.int
+    PARTNER_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    SOLO_REASON_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    FRACTION_FIELD_NUMBER: _builtins.int
+    DISTANCE_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    slot: _builtins.int
+    fragment: _builtins.int
+    swap: _builtins.int
+    """0 for the first swap of the slot."""
+    round_id: _builtins.int
+    """As in PairMatched; 0 when the slot had no match."""
+    partner: _builtins.str
+    """Empty when the slot had no match."""
+    result: Global___SwapResult.ValueType
+    solo_reason: Global___SoloReason.ValueType
+    """Why the replica went without the partner; unspecified unless `result` says solo."""
+    detail: _builtins.str
+    """For people, such as what about the partner's values was refused."""
+    fraction: _builtins.float
+    """Share of the fragment's elements that were averaged, 0 to 1."""
+    distance: _builtins.float
+    """Euclidean distance between both sides' weights before the average; 0 when it is unknown."""
+    seconds: _builtins.float
+    """From the first byte to the decision; 0 when nothing was decided."""
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        fragment: _builtins.int = ...,
+        swap: _builtins.int = ...,
+        round_id: _builtins.int = ...,
+        partner: _builtins.str = ...,
+        result: Global___SwapResult.ValueType = ...,
+        solo_reason: Global___SoloReason.ValueType = ...,
+        detail: _builtins.str = ...,
+        fraction: _builtins.float = ...,
+        distance: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "distance", b"distance", "fraction", b"fraction", "fragment", b"fragment", "partner", b"partner", "result", b"result", "round_id", b"round_id", "seconds", b"seconds", "slot", b"slot", "solo_reason", b"solo_reason", "stage", b"stage", "swap", b"swap"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundOutcome: _TypeAlias = RoundOutcome  # noqa: Y015
+
+@_typing.final
 class ToWorker(_message.Message):
     """---------------------------------------------------------------- coordinator -> worker
 
@@ -989,6 +1170,8 @@ class ToWorker(_message.Message):
     STANDBY_FIELD_NUMBER: _builtins.int
     HEARTBEAT_ACK_FIELD_NUMBER: _builtins.int
     RETAIN_FIELD_NUMBER: _builtins.int
+    SLOT_CLOCK_FIELD_NUMBER: _builtins.int
+    PAIR_MATCHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -1015,6 +1198,10 @@ class ToWorker(_message.Message):
     def heartbeat_ack(self) -> Global___HeartbeatAck: ...
     @_builtins.property
     def retain(self) -> Global___Retain: ...
+    @_builtins.property
+    def slot_clock(self) -> Global___SlotClock: ...
+    @_builtins.property
+    def pair_matched(self) -> Global___PairMatched: ...
     def __init__(
         self,
         *,
@@ -1031,12 +1218,14 @@ class ToWorker(_message.Message):
         standby: Global___Standby | None = ...,
         heartbeat_ack: Global___HeartbeatAck | None = ...,
         retain: Global___Retain | None = ...,
+        slot_clock: Global___SlotClock | None = ...,
+        pair_matched: Global___PairMatched | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "refused", b"refused", "retain", b"retain", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "pair_matched", b"pair_matched", "refused", b"refused", "retain", b"retain", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "refused", b"refused", "retain", b"retain", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "pair_matched", b"pair_matched", "refused", b"refused", "retain", b"retain", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "assignment", "assignment_renewed", "lease_grant", "step_restarted", "exchange_opened", "step_committed", "state_wanted", "finish", "refused", "standby", "heartbeat_ack", "retain"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "assignment", "assignment_renewed", "lease_grant", "step_restarted", "exchange_opened", "step_committed", "state_wanted", "finish", "refused", "standby", "heartbeat_ack", "retain", "slot_clock", "pair_matched"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1674,6 +1863,103 @@ class HeartbeatAck(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatAck: _TypeAlias = HeartbeatAck  # noqa: Y015
+
+@_typing.final
+class SlotClock(_message.Message):
+    """The clock of one stage's exchanges, equal for its whole group: from `slot` on, slots follow each other at equal
+    distances, and slot k exchanges fragment k mod `fragments`. Replicas go on by it while the coordinator is away. A
+    later message changes the slots from its own on, and may come before that begins.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    BEGINS_IN_S_FIELD_NUMBER: _builtins.int
+    SLOT_LENGTH_S_FIELD_NUMBER: _builtins.int
+    FRAGMENTS_FIELD_NUMBER: _builtins.int
+    WARMUP_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    slot: _builtins.int
+    """The first slot that this message is about."""
+    begins_in_s: _builtins.float
+    """Seconds from now until it begins."""
+    slot_length_s: _builtins.float
+    """Seconds from one slot to the next."""
+    fragments: _builtins.int
+    """The number of parts into which the stage's vector is cut, which take turns."""
+    warmup: _builtins.bool
+    """The exchange's numbers are those of the preset's warm-up."""
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        begins_in_s: _builtins.float = ...,
+        slot_length_s: _builtins.float = ...,
+        fragments: _builtins.int = ...,
+        warmup: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_in_s", b"begins_in_s", "fragments", b"fragments", "slot", b"slot", "slot_length_s", b"slot_length_s", "stage", b"stage", "warmup", b"warmup"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotClock: _TypeAlias = SlotClock  # noqa: Y015
+
+@_typing.final
+class PairMatched(_message.Message):
+    """One swap of a slot, about half a slot ahead or more: with whom, and what each side weighs. Both sides get the same
+    round id, which stands for everything that they must agree on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    FRAGMENT_FIELD_NUMBER: _builtins.int
+    SWAP_FIELD_NUMBER: _builtins.int
+    PARTNER_FIELD_NUMBER: _builtins.int
+    PARTNER_INCARNATION_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
+    ROUND_ID_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    slot: _builtins.int
+    fragment: _builtins.int
+    swap: _builtins.int
+    """0 for the first swap of the slot; they follow each other."""
+    partner: _builtins.str
+    """Worker id of the other side."""
+    partner_incarnation: _builtins.int
+    """Of the partner's life that is meant; another one is no partner."""
+    weight: _builtins.float
+    """The receiver's own share of the pair's weight, between 0 and 1, by the ledger; the partner's is the rest."""
+    deadline_s: _builtins.float
+    """Seconds after the slot's beginning, by the receiver's clock, until which the swap must be complete."""
+    round_id: _builtins.int
+    """Fingerprint of stage, slot, fragment, swap, both lives and both weights."""
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        fragment: _builtins.int = ...,
+        swap: _builtins.int = ...,
+        partner: _builtins.str = ...,
+        partner_incarnation: _builtins.int = ...,
+        weight: _builtins.float = ...,
+        deadline_s: _builtins.float = ...,
+        round_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "fragment", b"fragment", "partner", b"partner", "partner_incarnation", b"partner_incarnation", "round_id", b"round_id", "slot", b"slot", "stage", b"stage", "swap", b"swap", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PairMatched: _TypeAlias = PairMatched  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):

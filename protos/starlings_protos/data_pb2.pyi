@@ -56,6 +56,32 @@ DATA_TYPE_BOOL: DataType.ValueType  # 7
 DATA_TYPE_FLOAT64: DataType.ValueType  # 8
 Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
+class _PairWordKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PairWordKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PairWordKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PAIR_WORD_KIND_UNSPECIFIED: _PairWordKind.ValueType  # 0
+    PAIR_WORD_KIND_PREPARED: _PairWordKind.ValueType  # 1
+    """The sender has the receiver's whole payload, verified, and averages as soon as it hears the same."""
+    PAIR_WORD_KIND_DECLINED: _PairWordKind.ValueType  # 2
+    """The sender goes on without the receiver, for good."""
+    PAIR_WORD_KIND_WAITING: _PairWordKind.ValueType  # 3
+    """The sender is alive and waits; an answer says that the receiver is, too."""
+
+class PairWordKind(_PairWordKind, metaclass=_PairWordKindEnumTypeWrapper):
+    """What a PairWord says."""
+
+PAIR_WORD_KIND_UNSPECIFIED: PairWordKind.ValueType  # 0
+PAIR_WORD_KIND_PREPARED: PairWordKind.ValueType  # 1
+"""The sender has the receiver's whole payload, verified, and averages as soon as it hears the same."""
+PAIR_WORD_KIND_DECLINED: PairWordKind.ValueType  # 2
+"""The sender goes on without the receiver, for good."""
+PAIR_WORD_KIND_WAITING: PairWordKind.ValueType  # 3
+"""The sender is alive and waits; an answer says that the receiver is, too."""
+Global___PairWordKind: _TypeAlias = PairWordKind  # noqa: Y015
+
 @_typing.final
 class Frame(_message.Message):
     """A piece of a transfer."""
@@ -93,6 +119,7 @@ class Header(_message.Message):
     MICROBATCH_FIELD_NUMBER: _builtins.int
     EXCHANGE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    PAIR_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     total_bytes: _builtins.int
@@ -104,6 +131,8 @@ class Header(_message.Message):
     @_builtins.property
     def state(self) -> Global___StateHeader: ...
     @_builtins.property
+    def pair(self) -> Global___PairHeader: ...
+    @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorHeader]:
         """In the order of their bytes. At most 16, in a state transfer 16384; names differ."""
 
@@ -113,14 +142,15 @@ class Header(_message.Message):
         microbatch: Global___MicrobatchHeader | None = ...,
         exchange: Global___ExchangeHeader | None = ...,
         state: Global___StateHeader | None = ...,
+        pair: Global___PairHeader | None = ...,
         tensors: _abc.Iterable[Global___TensorHeader] | None = ...,
         total_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "microbatch", b"microbatch", "state", b"state", "subject", b"subject"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "microbatch", b"microbatch", "pair", b"pair", "state", b"state", "subject", b"subject"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "microbatch", b"microbatch", "state", b"state", "subject", b"subject", "tensors", b"tensors", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "microbatch", b"microbatch", "pair", b"pair", "state", b"state", "subject", b"subject", "tensors", b"tensors", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_subject: _TypeAlias = _typing.Literal["microbatch", "exchange", "state"]  # noqa: Y015
+    _WhichOneofReturnType_subject: _TypeAlias = _typing.Literal["microbatch", "exchange", "state", "pair"]  # noqa: Y015
     _WhichOneofArgType_subject: _TypeAlias = _typing.Literal["subject", b"subject"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_subject) -> _WhichOneofReturnType_subject | None: ...
 
@@ -257,6 +287,80 @@ class ExchangeHeader(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExchangeHeader: _TypeAlias = ExchangeHeader  # noqa: Y015
+
+@_typing.final
+class PairHeader(_message.Message):
+    """One side's payload of one swap: the tensor "z", its weights after its own step, and where the momentum travels "m".
+    What does not fit a swap that the receiver was told of is refused.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    FRAGMENT_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    SWAP_FIELD_NUMBER: _builtins.int
+    ROUND_ID_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    fragment: _builtins.int
+    slot: _builtins.int
+    swap: _builtins.int
+    """As in PairMatched."""
+    round_id: _builtins.int
+    """As in PairMatched."""
+    sha256: _builtins.str
+    """SHA-256 of all tensors' bytes in their order, hex."""
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        fragment: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        swap: _builtins.int = ...,
+        round_id: _builtins.int = ...,
+        sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fragment", b"fragment", "round_id", b"round_id", "sha256", b"sha256", "slot", b"slot", "stage", b"stage", "swap", b"swap"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PairHeader: _TypeAlias = PairHeader  # noqa: Y015
+
+@_typing.final
+class PairWord(_message.Message):
+    """A word between the partners of a swap."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    round_id: _builtins.int
+    """As in PairMatched."""
+    kind: Global___PairWordKind.ValueType
+    sha256: _builtins.str
+    """PREPARED only: the digest of what the sender has of the receiver, as in PairHeader."""
+    reason: _builtins.str
+    """DECLINED only: why, for people."""
+    def __init__(
+        self,
+        *,
+        round_id: _builtins.int = ...,
+        kind: Global___PairWordKind.ValueType = ...,
+        sha256: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "reason", b"reason", "round_id", b"round_id", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PairWord: _TypeAlias = PairWord  # noqa: Y015
 
 @_typing.final
 class StateHeader(_message.Message):

@@ -26,6 +26,7 @@ from starlings_compression.sizes import size_estimate
 from starlings_protos import convert, data_pb2
 from starlings_protos.errors import RefusedError
 from starlings_protos.messages import ExchangeHeader, MicrobatchHeader, Refusal
+from starlings_protos.pair_messages import PairHeader
 
 CHUNK_BYTES = 1 << 20
 # Chunks below this are allowed at a transfer's end only: a peer that drips bytes must not keep us busy.
@@ -76,6 +77,9 @@ MICROBATCH = SubjectLimits("microbatch", tensors=16)
 EXCHANGE = SubjectLimits("exchange", tensors=16)
 # A block of a large mixture of experts has some hundreds of tensors, and three times that with its optimizer.
 STATE = SubjectLimits("state", tensors=16384)
+# Weights, and the outer momentum where it travels.
+PAIR = SubjectLimits("pair", tensors=2)
+Subject = MicrobatchHeader | ExchangeHeader | PairHeader
 
 
 # ---------------------------------------------------------------------- writing
@@ -104,7 +108,7 @@ def tensor_header(
 
 
 def make_header(
-    subject: MicrobatchHeader | ExchangeHeader | data_pb2.StateHeader,
+    subject: Subject | data_pb2.StateHeader,
     tensors: Sequence[data_pb2.TensorHeader],
 ) -> data_pb2.Header:
     """The header of a transfer of `tensors`, in this order."""
@@ -114,6 +118,8 @@ def make_header(
             convert.to_proto(subject, header.microbatch)
         case ExchangeHeader():
             convert.to_proto(subject, header.exchange)
+        case PairHeader():
+            convert.to_proto(subject, header.pair)
         case _:
             header.state.CopyFrom(subject)
     return header
@@ -250,8 +256,8 @@ class Body:
         return [memoryview(buffer) for buffer in self._buffers]
 
 
-def subject_of(header: data_pb2.Header) -> MicrobatchHeader | ExchangeHeader:
-    """The subject of a microbatch or exchange transfer as a record.
+def subject_of(header: data_pb2.Header) -> Subject:
+    """The subject of a microbatch's, an exchange's or a pair's transfer as a record.
 
     Raises:
         FrameError: another subject, a missing part, or an unknown enum number.
@@ -262,9 +268,11 @@ def subject_of(header: data_pb2.Header) -> MicrobatchHeader | ExchangeHeader:
                 return convert.from_proto(header.microbatch, MicrobatchHeader)
             case "exchange":
                 return convert.from_proto(header.exchange, ExchangeHeader)
+            case "pair":
+                return convert.from_proto(header.pair, PairHeader)
     except ValueError as error:
         raise FrameError(str(error)) from None
-    raise FrameError("the transfer is about neither a microbatch nor an exchange")
+    raise FrameError("the transfer is about no microbatch, exchange or pair")
 
 
 # ---------------------------------------------------------------------- checks
@@ -312,7 +320,7 @@ def _check_tensor(tensor: data_pb2.TensorHeader) -> int:
     # Zeros count as one here: a shape of (0, 2**63) holds nothing and still overflows strides.
     if math.prod(max(length, 1) for length in tensor.shape) > ELEMENT_LIMIT:
         raise FrameError(f"tensor {name!r}: the shape is beyond any tensor", Refusal.LIMIT)
-    if tensor.sha256 and (len(tensor.sha256) != 64 or not set(tensor.sha256) <= set("0123456789abcdef")):
+    if tensor.sha256 and not is_sha256(tensor.sha256):
         raise FrameError(f"tensor {name!r}: a malformed SHA-256")
     elements = math.prod(tensor.shape)
     least = most = elements * item_bytes
@@ -345,7 +353,16 @@ def _check_subject(subject: Message) -> None:
             texts = [subject.group]
         case data_pb2.StateHeader():
             texts = [subject.block]
+        case data_pb2.PairHeader():
+            texts = []
+            if not is_sha256(subject.sha256):
+                raise FrameError("a pair's payload with a malformed SHA-256")
         case _:
             raise FrameError("an unknown subject")
     if any(len(text) > ID_LIMIT_CHARACTERS for text in texts):
         raise FrameError("an id is too long", Refusal.LIMIT)
+
+
+def is_sha256(text: str) -> bool:
+    """Whether `text` is one in hex, as we write it."""
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")

@@ -1,77 +1,24 @@
 """The wire's vocabulary as frozen records: what both pure cores speak, without grpc and without torch.
 
 Every class mirrors the protobuf message of the same name field by field (tests hold them together), and
-`convert.py` translates. The .proto files explain the fields; comments here add only what a type cannot say.
+`convert.py` translates. The .proto files explain the fields; comments here add only what a type cannot say. Exchanges
+in pairs have a file of their own, `pair_messages.py`.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NewType
 
+from starlings_protos.pair_messages import PairMatched, RoundOutcome, RoundReady, SlotClock
 from starlings_protos.telemetry import Telemetry
-
-WorkerId = NewType("WorkerId", str)
-KEEPER = WorkerId("keeper")
-
-
-class Refusal(enum.IntEnum):
-    UNSPECIFIED = 0
-    INVITE_WRONG = 1
-    INVITE_EXPIRED = 2
-    INVITE_USED_UP = 3
-    REVOKED = 4
-    VERSION = 5
-    JOB_MISMATCH = 6
-    CLOCK = 7
-    NOT_YOU = 8
-    ASSIGNMENT = 9
-    STALE = 10
-    LIMIT = 11
-    BUSY = 12
-    MALFORMED = 13
-    NOT_HELD = 14
-    SUPERSEDED = 15
-    NO_ROOM = 16
-    IN_USE = 17
-
-
-class LeaseKind(enum.IntEnum):
-    UNSPECIFIED = 0
-    TRAIN = 1
-    EVALUATE = 2
-    GENERATE = 3
-
-
-class ExchangePurpose(enum.IntEnum):
-    UNSPECIFIED = 0
-    GRADIENT = 1
-    STATE = 2
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Span:
-    first_stage: int
-    last_stage: int
-
-    def __contains__(self, stage: int) -> bool:
-        return self.first_stage <= stage <= self.last_stage
-
-    @property
-    def stages(self) -> range:
-        return range(self.first_stage, self.last_stage + 1)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Stage:
-    first_block: int
-    last_block: int
-
-    @property
-    def blocks(self) -> range:
-        return range(self.first_block, self.last_block + 1)
+from starlings_protos.vocabulary import KEEPER as KEEPER
+from starlings_protos.vocabulary import ExchangePurpose as ExchangePurpose
+from starlings_protos.vocabulary import LeaseKind as LeaseKind
+from starlings_protos.vocabulary import Refusal as Refusal
+from starlings_protos.vocabulary import Span as Span
+from starlings_protos.vocabulary import Stage as Stage
+from starlings_protos.vocabulary import WorkerId as WorkerId
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -243,6 +190,8 @@ ToCoordinator = (
     | ExchangeFailed
     | CatchUpFailed
     | Telemetry
+    | RoundReady
+    | RoundOutcome
 )
 
 # ------------------------------------------------------------------ coordinator -> worker
@@ -413,6 +362,8 @@ ToWorker = (
     | Standby
     | HeartbeatAck
     | Retain
+    | SlotClock
+    | PairMatched
 )
 
 # ------------------------------------------------------------------ data plane headers

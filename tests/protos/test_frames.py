@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from starlings_protos.frames import (
     CHUNK_BYTES,
     EXCHANGE,
     MICROBATCH,
+    PAIR,
     SMALLEST_CHUNK_BYTES,
     STATE,
     Body,
@@ -41,6 +43,7 @@ from starlings_protos.messages import (
     Refusal,
     WorkerId,
 )
+from starlings_protos.pair_messages import PairHeader
 
 LIMIT = 64 << 20
 SUBJECT = MicrobatchHeader(
@@ -51,6 +54,7 @@ SUBJECT = MicrobatchHeader(
     plan_version=4,
 )
 EXCHANGE_SUBJECT = ExchangeHeader(step=1, attempt=0, group="stage:3", part=1, plan_version=2)
+PAIR_SUBJECT = PairHeader(stage=1, fragment=2, slot=6, swap=0, round_id=2**63, sha256="0f" * 32)
 FLOAT32, UINT8 = data_pb2.DATA_TYPE_FLOAT32, data_pb2.DATA_TYPE_UINT8
 
 
@@ -130,6 +134,9 @@ async def test_the_subject_comes_back_as_a_record() -> None:
     exchange = make_header(EXCHANGE_SUBJECT, [])
     check_header(exchange, limit_bytes=0, subject_limits=EXCHANGE)
     assert subject_of(exchange) == EXCHANGE_SUBJECT
+    pair = make_header(PAIR_SUBJECT, [])
+    check_header(pair, limit_bytes=0, subject_limits=PAIR)
+    assert subject_of(pair) == PAIR_SUBJECT
     state = make_header(data_pb2.StateHeader(version=3, block="layers.0"), [])
     check_header(state, limit_bytes=0, subject_limits=STATE)
     for unfit in (state, data_pb2.Header(microbatch=data_pb2.MicrobatchHeader(stage=1))):
@@ -249,6 +256,19 @@ async def test_exchange_and_state_subjects_are_bounded_too() -> None:
     for header, limits in ((group, EXCHANGE), (block, STATE)):
         with pytest.raises(FrameError, match="too long"):
             check_header(header, limit_bytes=1, subject_limits=limits)
+
+
+@pytest.mark.parametrize("sha256", ["", "0" * 63, "G" * 64, "0" * 65])
+def test_a_pairs_payload_names_a_digest_and_has_two_tensors_at_most(sha256: str) -> None:
+    with pytest.raises(FrameError, match="malformed SHA-256"):
+        check_header(
+            make_header(dataclasses.replace(PAIR_SUBJECT, sha256=sha256), []),
+            limit_bytes=1,
+            subject_limits=PAIR,
+        )
+    tensors = [tensor_header(name, FLOAT32, (1,), 4) for name in ("z", "m", "n")]
+    with pytest.raises(FrameError, match="at most 2"):
+        check_header(make_header(PAIR_SUBJECT, tensors), limit_bytes=12, subject_limits=PAIR)
 
 
 def test_the_limit_counts_decoded_bytes() -> None:

@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 from google.protobuf.message import DecodeError, Message
 
-from starlings_protos import common_pb2, control_pb2, convert, data_pb2, frames, messages, pipes, process_pb2
+from starlings_protos import (
+    common_pb2,
+    control_pb2,
+    convert,
+    data_pb2,
+    frames,
+    messages,
+    pair_messages,
+    pipes,
+    process_pb2,
+)
 from starlings_protos.messages import Span, Stage, WorkerId
 from support.fuzzing import Builders, Parser, check_memory, check_parser
 
@@ -190,6 +200,7 @@ def transfer_frames() -> Parser:
         messages.MicrobatchHeader(KEY, 1, (HOP, HOP), 512.0, 3),
         messages.ExchangeHeader(5, 1, "stage:0", 2, 3),
         data_pb2.StateHeader(version=3, block="layers.0"),
+        pair_messages.PairHeader(1, 0, 7, 1, 2**63, "0" * 64),
     )
     tensors = [
         frames.tensor_header("hidden", data_pb2.DATA_TYPE_FLOAT32, (2, 3), 24),
@@ -205,7 +216,7 @@ def transfer_frames() -> Parser:
                 yield frame
 
         last: Exception | None = None
-        for limits in (frames.MICROBATCH, frames.EXCHANGE, frames.STATE):
+        for limits in (frames.MICROBATCH, frames.EXCHANGE, frames.PAIR, frames.STATE):
             try:
                 header, buffers = await frames.read_transfer(
                     stream(), limit_bytes=4096, subject_limits=limits

@@ -20,9 +20,10 @@ DECLARATION = re.compile(r"(message|enum|service|rpc|oneof) (\w+)")
 FIELD = re.compile(r"(?:repeated |optional )?(map<.*>|[\w.]+) (\w+) = \d+;")
 # Names that mean the same wherever they stand, and second halves of pairs whose first one is explained.
 VOCABULARY = {
-    "attempt", "block", "bound_microbatches_per_s", "ca_pem", "certificate_pem", "device_class", "group", "job",
-    "keep", "last_block", "last_stage", "listen_port", "microbatches_per_step", "plan_version", "protocol_max",
-    "reason", "region", "site", "step", "version", "worker_id",
+    "attempt", "block", "bound_microbatches_per_s", "ca_pem", "certificate_pem", "device_class", "fragment", "group",
+    "job", "keep", "last_block", "last_stage", "listen_port", "microbatches_per_step", "plan_version", "protocol_max",
+    "reason", "region", "site", "slot", "stage", "step", "version",
+    "worker_id",
 }  # fmt: skip
 SCALARS = {"string", "bytes", "bool", "double", "float", "uint32", "uint64", "int32", "int64"}
 

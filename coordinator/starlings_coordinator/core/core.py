@@ -67,6 +67,7 @@ from starlings_protos.messages import (
     StateReport,
     WorkerId,
 )
+from starlings_protos.pair_messages import RoundOutcome, RoundReady
 from starlings_protos.status import Event as EventLine
 from starlings_protos.status import StatusReply
 from starlings_protos.telemetry import Telemetry
@@ -221,6 +222,8 @@ class Core:
                 self.stepping.peer_unreachable(member, message)
             case StateReport():
                 self.finishing.state_reported(member, message)
+            case RoundReady() | RoundOutcome():
+                self.dropped_messages += 1  # No schedule has slots yet.
             case _:
                 assert_never(message)
 

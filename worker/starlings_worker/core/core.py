@@ -36,6 +36,7 @@ from starlings_protos.messages import (
     Welcome,
     WorkerId,
 )
+from starlings_protos.pair_messages import PairMatched, SlotClock
 from starlings_worker.core.admission import Admission, Rejection
 from starlings_worker.core.device import DeviceOutcome, DeviceQueue
 from starlings_worker.core.effects import Effect, KeepHistory, Load, SendControl, Stop
@@ -343,6 +344,8 @@ class WorkerCore:
                 self.training.state_wanted(replace(message, hand_over=hand_over))
             case AssignmentRenewed() | Welcome() | HeartbeatAck():
                 pass  # The shell's business.
+            case SlotClock() | PairMatched():
+                self.counters["stale_messages"] += 1  # No schedule has slots yet.
             case _:
                 assert_never(message)
 
