@@ -53,7 +53,7 @@ from starlings_worker.core.events import (
     StepReplayed,
 )
 from starlings_worker.device import Device
-from starlings_worker.emulation import Throttle
+from starlings_worker.emulation import BACKWARD_PART, FORWARD_PART, Throttle
 from starlings_worker.errors import EngineFault
 from starlings_worker.exchange import ExchangeBuffers, RefusedPart
 from starlings_worker.history import PREFIX, History, Part
@@ -206,7 +206,7 @@ class Computer:
     def _forward(self, effect: ComputeForward) -> Event:
         begin = time.monotonic()
         kept = self._kept(effect.key)
-        with self._throttle.block():
+        with self._throttle.block(FORWARD_PART * self._share(effect.first_stage, effect.last_stage)):
             run = self._run_forward(effect, kept)
             self.device.synchronise()
         seconds = time.monotonic() - begin
@@ -251,7 +251,7 @@ class Computer:
         kept = self._kept(effect.key)
         if kept.run is None or self._runner is None:
             raise EngineFault("the microbatch has no forward pass to go back through")
-        with self._throttle.block():
+        with self._throttle.block(BACKWARD_PART * self._share(kept.run.first_stage, kept.run.last_stage)):
             gradient = self._runner.backward(kept.run, kept.output_gradient)
             self.device.synchronise()
         seconds = time.monotonic() - begin
@@ -260,6 +260,10 @@ class Computer:
             kept.entry_gradient = self._encode(gradient, Direction.BACKWARD)
         kept.run = kept.output_gradient = None
         return BackwardComputed(effect.key, seconds)
+
+    def _share(self, first_stage: int, last_stage: int) -> float:
+        """Of the model's blocks, those of a run of stages."""
+        return self._span().block_share(first_stage, last_stage)
 
     def _kept(self, key: MicrobatchKey) -> Kept:
         kept = self.microbatches.get(key)

@@ -48,7 +48,11 @@ def start_settings(
     threads = options.threads
     if threads == 0:
         # Processor time is what an emulated device is slowed down by, and it is counted on one thread.
-        threads = 1 if emulated is not None else max(1, _usable_cores() // place.device_count)
+        threads = (
+            1
+            if emulated is not None or options.emulate_pass_s
+            else max(1, _usable_cores() // place.device_count)
+        )
     return process_pb2.StartEngine(
         worker_id=identity.id,
         key_pem=identity.key_pem,
@@ -63,6 +67,9 @@ def start_settings(
         threads=threads,
         precision=options.precision,
         cache_directory=str(directory / "cache"),
+        emulate_upload_bytes_per_s=options.emulate_link.bytes_per_s,
+        emulate_delay_s=options.emulate_link.delay_s,
+        emulate_pass_s=options.emulate_pass_s,
     )
 
 

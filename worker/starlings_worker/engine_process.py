@@ -34,6 +34,7 @@ from starlings_worker.errors import ExitCode
 from starlings_worker.inbound import DataService
 from starlings_worker.links import Links
 from starlings_worker.meters import Meters
+from starlings_worker.uplink import LinkClass, Uplink
 
 # How many ports after the wished one are tried when it is taken: engines of one host count upward.
 _PORTS_TRIED = 64
@@ -48,7 +49,9 @@ class EngineProcess:
         self._worker_id = WorkerId(start.worker_id)
         self._identity = Identity.from_pem(start.key_pem, start.certificate_pem, start.ca_pem)
         self._meters = Meters()
-        self._service = DataService(self._meters)
+        link = LinkClass(start.emulate_upload_bytes_per_s, start.emulate_delay_s)
+        self._uplink = Uplink(link)
+        self._service = DataService(self._meters, uplink=self._uplink)
         self._throttle = Throttle(0.0)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._ended: asyncio.Event = asyncio.Event()
@@ -67,9 +70,9 @@ class EngineProcess:
         try:
             self._device = await self._on_compute_thread_open()
             clock = time.thread_time if self._device.torch.type == "cpu" else time.monotonic
-            self._throttle = Throttle(self._start.emulate_speed, clock)
+            self._throttle = Throttle(self._start.emulate_speed, clock, pass_s=self._start.emulate_pass_s)
             server = await self._listen()
-            self._links = Links(self._identity, self._meters)
+            self._links = Links(self._identity, self._meters, uplink=self._uplink)
             self._announce()
             await self._ended.wait()
         except StarlingsError as error:

@@ -47,6 +47,7 @@ from starlings_worker.kept import Kept
 from starlings_worker.links import ADMITTED_METADATA_KEY, STALL_S
 from starlings_worker.meters import Meters
 from starlings_worker.serving import STALLED_AFTER_S, StateServer
+from starlings_worker.uplink import Uplink
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _Frames = AsyncIterator[data_pb2.Frame]
@@ -62,7 +63,13 @@ _IN_FLIGHT_TRANSFERS_IN_ALL = 64
 class DataService(data_pb2_grpc.DataServicer):
     """One per engine process; serves whatever life there is."""
 
-    def __init__(self, meters: Meters, pace: Pace = PACE, unread_s: float = STALLED_AFTER_S) -> None:
+    def __init__(
+        self,
+        meters: Meters,
+        pace: Pace = PACE,
+        unread_s: float = STALLED_AFTER_S,
+        uplink: Uplink | None = None,
+    ) -> None:
         """
         Args:
             pace: what senders must keep to.
@@ -70,7 +77,7 @@ class DataService(data_pb2_grpc.DataServicer):
         """
         self._meters = meters
         self._pace = pace
-        self._state = StateServer(lambda count: meters.sent("state", count), self._pushing, unread_s)
+        self._state = StateServer(lambda count: meters.sent("state", count), self._pushing, unread_s, uplink)
         self._life: Life | None = None
         self._clock = CoordinatorClock(0.0)
         self._in_flight: Counter[WorkerId] = Counter()

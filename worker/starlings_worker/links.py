@@ -20,6 +20,7 @@ from starlings_protos.errors import refused_error
 from starlings_protos.identity import Identity
 from starlings_protos.messages import Peer, Receipt, Refusal, SignedAssignment, WorkerId
 from starlings_worker.meters import Meters
+from starlings_worker.uplink import Uplink
 
 T = TypeVar("T")
 # A connection (TCP and TLS) that takes longer is given up; the next address is tried.
@@ -76,8 +77,15 @@ class Link:
 class Links:
     """Channels by worker id, opened when first needed."""
 
-    def __init__(self, identity: Identity, meters: Meters, stall_s: float = STALL_S) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        meters: Meters,
+        stall_s: float = STALL_S,
+        uplink: Uplink | None = None,
+    ) -> None:
         self._identity = identity
+        self._uplink = uplink or Uplink()
         self._meters = meters
         self._stall_s = stall_s
         self._peers: dict[WorkerId, Peer] = {}
@@ -206,10 +214,13 @@ class Links:
         )
         try:
             with self._meters.timing("send"):
+                await self._uplink.travels()
                 sent_bytes = await self._write(call, header, buffers)
                 self._meters.sent(kind, sent_bytes)
                 async with asyncio.timeout(self._stall_s):
-                    return _receipt(await call)
+                    receipt = _receipt(await call)
+                await self._uplink.travels()
+                return receipt
         except TimeoutError:
             raise PushError(
                 f"{to} did not take or answer a transfer for {self._stall_s:.0f} s", certain=False
@@ -235,6 +246,7 @@ class Links:
         sent_bytes = 0
         with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             for frame in frames.write_transfer(header, buffers):
+                await self._uplink.leaves(frame.ByteSize())
                 async with asyncio.timeout(self._stall_s):
                     await call.write(frame)
                 sent_bytes += frame.ByteSize()

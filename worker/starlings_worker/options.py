@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from starlings_worker.uplink import NO_LINK, LinkClass
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvent:
@@ -40,6 +42,10 @@ class WorkerOptions:
     advertise: tuple[str, ...] = ()
     # Name of a device class to pretend to be (see device_classes.py); empty = none.
     emulate: str = ""
+    # An uplink to pretend to be behind, and seconds that a microbatch's way through the whole model and back shall
+    # take; 0 = as long as it does. For measurements.
+    emulate_link: LinkClass = NO_LINK
+    emulate_pass_s: float = 0.0
     # Cap on memory per device; 0 = what is free, or what the emulated class has.
     memory_bytes: int = 0
     # Threads for computing per engine; 0 = one per core that this process may use, or one when emulating.

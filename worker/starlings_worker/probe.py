@@ -17,7 +17,7 @@ from starlings_job.model import Batch, build_stage, loss_sum
 from starlings_job.records import IMAGES, DatasetMeta
 from starlings_job.spec import JobSpec
 from starlings_worker.device import Device
-from starlings_worker.emulation import Throttle
+from starlings_worker.emulation import BACKWARD_PART, FORWARD_PART, Throttle
 
 _WARM_UP_PASSES = 1
 _TIMED_PASSES = 3
@@ -70,7 +70,7 @@ def probe(job: JobSpec, device: Device, throttle: Throttle) -> Measured:
                 for parameter in named.values():
                     parameter.normal_(std=0.02) if parameter.dim() >= 2 else parameter.fill_(1.0)
         value, forward[kind], backward[kind] = _measure(
-            module, value, batch if index == last else None, device, throttle
+            module, value, batch if index == last else None, device, throttle, 1 / (last + 1)
         )
         del module
         device.free_cache()
@@ -83,8 +83,9 @@ def _measure(
     labels: Batch | None,
     device: Device,
     throttle: Throttle,
+    share: float,
 ) -> tuple[Tensor, float, float]:
-    """(output, median seconds of a forward, of a backward) of one block."""
+    """(output, median seconds of a forward, of a backward) of one block, which is `share` of the model."""
     forward, backward = [], []
     gradient: Tensor | None = None
     began = time.monotonic()
@@ -94,12 +95,12 @@ def _measure(
             break
         entry = value.detach().requires_grad_() if value.is_floating_point() else value
         begin = time.monotonic()
-        with throttle.block(), device.autocast():
+        with throttle.block(FORWARD_PART * share), device.autocast():
             output = module(entry)
             result = output if labels is None else loss_sum(output, labels)[0]
             device.synchronise()
         middle = time.monotonic()
-        with throttle.block():
+        with throttle.block(BACKWARD_PART * share):
             if gradient is None:
                 gradient = torch.ones_like(result)
             if result.requires_grad:

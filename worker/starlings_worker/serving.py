@@ -16,6 +16,7 @@ from starlings_protos import data_pb2
 from starlings_protos.errors import RefusedError
 from starlings_protos.messages import Refusal
 from starlings_protos.state_transfer import ServedBlock, state_frames
+from starlings_worker.uplink import Uplink
 
 Context = grpc.aio.ServicerContext[Any, Any]
 BLOCKS_PER_REQUEST = 4096
@@ -61,6 +62,7 @@ class StateServer:
         sent: Callable[[int], None],
         busy: Callable[[], bool] = never_busy,
         stall_s: float = STALLED_AFTER_S,
+        uplink: Uplink | None = None,
     ) -> None:
         """
         Args:
@@ -70,6 +72,7 @@ class StateServer:
         self._sent = sent
         self._busy = busy
         self._stall_s = stall_s
+        self._uplink = uplink or Uplink()
         self.transfers = 0
 
     async def serve(self, request: data_pb2.StateRequest, shelf: Shelf, context: Context) -> None:
@@ -90,6 +93,7 @@ class StateServer:
             await asyncio.to_thread(_hash_all, blocks)
             for frame in state_frames(blocks, request.offset):
                 await self._give_way()
+                await self._uplink.leaves(frame.ByteSize())
                 try:
                     async with asyncio.timeout(self._stall_s):
                         await context.write(frame)

@@ -71,6 +71,7 @@ class HeldSpan:
         self.description = description
         self.span = span
         self.stage_count = len(stages)
+        self._block_counts = [len(stage.blocks) for stage in stages]
         self.optimizer = optimizer
         self.device = device
         self.version = 0
@@ -101,6 +102,10 @@ class HeldSpan:
             self._bind_tied(tied_here)
         for stage, module in self.modules.items():
             self._rebind(stage, module)
+
+    def block_share(self, first_stage: int, last_stage: int) -> float:
+        """The part of the model's blocks that is in a run of stages."""
+        return sum(self._block_counts[first_stage : last_stage + 1]) / sum(self._block_counts)
 
     # ---------------------------------------------------------------- building
 

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,9 @@ from starlings.output import Throttle, emit, say
 from starlings_job.spec import load_job
 from starlings_job.units import parse_bytes
 from starlings_protos.invite import ENVIRONMENT_VARIABLE, LENGTH_LIMIT_CHARACTERS
+
+if TYPE_CHECKING:
+    from starlings_worker.uplink import LinkClass
 
 # What a volunteer sees at most every few seconds; everything else is told at once.
 _FREQUENT = frozenset({"step"})
@@ -163,6 +166,19 @@ def join(
     emulate: Annotated[
         str, typer.Option(help="Pretend to be a slower device, such as rtx3060.", metavar="CLASS")
     ] = "",
+    emulate_link: Annotated[
+        str,
+        typer.Option(
+            help="Pretend to be behind an uplink, with a delay one way, such as 20Mbit/s,40ms.",
+            metavar="RATE[,DELAY]",
+        ),
+    ] = "",
+    emulate_pass: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Let a microbatch take this long through the whole model and back.", metavar="SECONDS"
+        ),
+    ] = 0.0,
     site: Annotated[str, typer.Option(help="Machines behind one uplink share a site.")] = "",
     region: Annotated[str, typer.Option(help="Where this machine is, such as eu-west.")] = "",
     json_output: JsonOption = False,
@@ -195,6 +211,8 @@ def join(
         listen_port=port,
         advertise=tuple(advertise or ()),
         emulate=emulate,
+        emulate_link=_link(emulate_link),
+        emulate_pass_s=emulate_pass,
         memory_bytes=_size(memory, "--memory"),
         threads=threads,
         precision=precision,
@@ -267,3 +285,14 @@ def _size(text: str, option: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise CommandError(f"{option} {text}: {error}", ExitCode.USAGE) from None
+
+
+def _link(text: str) -> LinkClass:
+    from starlings_worker.uplink import NO_LINK, parse_link
+
+    if not text:
+        return NO_LINK
+    try:
+        return parse_link(text)
+    except ValueError as error:
+        raise CommandError(f"--emulate-link {text}: {error}", ExitCode.USAGE) from None
