@@ -293,3 +293,12 @@ def _check_noloco(rules: ExchangeRules, phase: Phase) -> None:
             f"noloco with alpha = {alpha:g} and gamma = {gamma:g} drives its replicas apart when swaps fail (their "
             f"distance grows by {growth:.2f} a round); write alpha = 0.5 and gamma = 0.7"
         )
+
+
+def pair_share(own_weight: float, partner_weight: float) -> float:
+    """w: the own share of the pair's tokens, both by the ledger. Half each when neither has any."""
+    total = own_weight + partner_weight
+    if not (math.isfinite(total) and min(own_weight, partner_weight) >= 0):
+        raise ValueError(f"weights {own_weight} and {partner_weight} are no token counts")
+    # Neither side may vanish: it would take the other's weights whole.
+    return 0.5 if total == 0 else min(0.99, max(0.01, own_weight / total))

@@ -24,12 +24,15 @@ def round_bytes(rules: ExchangeRules, phase: Phase, elements: int, members: int)
         case "exponential":
             return vector_bytes(rules.codec, part)
         case "pairs":
-            # Momentum that nobody uses stays at home.
-            with_momentum = rules.momentum_codec is not None and phase.outer_momentum > 0
-            momentum = (
-                vector_bytes(rules.momentum_codec, part) if rules.momentum_codec and with_momentum else 0
-            )
-            return rules.swaps_in(phase) * (vector_bytes(rules.codec, part) + momentum)
+            return rules.swaps_in(phase) * swap_bytes(rules, phase, elements)
+
+
+def swap_bytes(rules: ExchangeRules, phase: Phase, elements: int) -> int:
+    """What a worker sends to one partner in one swap: a fragment's weights, and momentum where somebody uses it."""
+    part = -(-elements // rules.fragments)
+    with_momentum = rules.momentum_codec is not None and phase.outer_momentum > 0
+    momentum = vector_bytes(rules.momentum_codec, part) if rules.momentum_codec and with_momentum else 0
+    return vector_bytes(rules.codec, part) + momentum
 
 
 def job_bytes(rules: ExchangeRules, elements: int, members: int, steps: int) -> int:

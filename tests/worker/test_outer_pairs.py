@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from starlings_compression.codec import make_codec
-from starlings_job.exchange_rules import Phase, rules_for
+from starlings_job.exchange_rules import Phase, pair_share, rules_for
 from starlings_worker.outer.judging import comeback
 from starlings_worker.outer.noloco import NoLoCo
 from starlings_worker.outer.outcome import (
@@ -26,7 +26,7 @@ from starlings_worker.outer.outcome import (
     Verdict,
     WrongShape,
 )
-from starlings_worker.outer.pairs import Pairs, pair_share
+from starlings_worker.outer.pairs import Pairs
 from starlings_worker.outer.state import FragmentState, Payload, distance
 from support.outer import SIZE, close, seeds, tensor, vector
 

@@ -13,13 +13,13 @@ averaging alone, and no rate of dropped swaps makes it grow (NoLoCo's form, wher
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from starlings_job.exchange_rules import Phase
+from starlings_job.exchange_rules import pair_share as pair_share
 from starlings_worker.chunks import chunks
 from starlings_worker.outer.judging import PairRule
 from starlings_worker.outer.state import FragmentState, Payload, add_correction, nesterov_step
@@ -62,12 +62,3 @@ class Pairs(PairRule):
         add_correction((state.phi, theta), theirs.z, own.z, factor)
         if own.m is not None and theirs.m is not None:
             add_correction((state.momentum,), theirs.m, own.m, factor)
-
-
-def pair_share(own_weight: float, partner_weight: float) -> float:
-    """w: the own share of the pair's tokens, both by the ledger. Half each when neither has any."""
-    total = own_weight + partner_weight
-    if not (math.isfinite(total) and min(own_weight, partner_weight) >= 0):
-        raise ValueError(f"weights {own_weight} and {partner_weight} are no token counts")
-    # Neither side may vanish: it would take the other's weights whole.
-    return 0.5 if total == 0 else min(0.99, max(0.01, own_weight / total))

@@ -1,0 +1,406 @@
+"""The coordinator's half of pair exchanges: the clock, readiness, contracts, weights, and what outcomes say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from starlings_coordinator.core.pairing.clock import LEAST_SLOT_S, StageClock, slot_length_s
+from starlings_coordinator.core.pairing.links import PassiveEstimates, Place
+from starlings_coordinator.core.pairing.rounds import START_WAIT_S, PairSettings, StageRounds, Told
+from starlings_coordinator.core.pairing.weights import TokenCount, TokenMark, credited
+from starlings_job.exchange_rules import rules_for
+from starlings_protos.messages import WorkerId
+from starlings_protos.pair_messages import (
+    PairMatched,
+    RoundOutcome,
+    RoundReady,
+    SlotClock,
+    SoloReason,
+    SwapResult,
+)
+
+A, B, C = (WorkerId(name) for name in "abc")
+TOKENS_TOTAL = 1000
+
+
+@dataclass
+class Ledger:
+    counts: dict[WorkerId, TokenCount] = field(default_factory=dict)
+
+    def tokens(self, worker_id: WorkerId, stage: int) -> TokenCount:
+        return self.counts.get(worker_id, TokenCount())
+
+
+class Desk:
+    """One stage, its replicas, and a time that the test moves."""
+
+    def __init__(self, *workers: WorkerId, swaps: int = 1, fragments: int = 1, regions: str = "") -> None:
+        self.ledger = Ledger()
+        rules = rules_for("pairs", swaps=swaps, fragments=fragments)
+        self.links = PassiveEstimates()
+        self.rounds = StageRounds(3, PairSettings(rules, 7, TOKENS_TOTAL, 1000), self.links, self.ledger)
+        self.now_s = 100.0
+        self.tokens_done = 500
+        for number, worker_id in enumerate(workers):
+            region = regions[number] if regions else "eu"
+            assert self.rounds.joined(worker_id, 1, region, self.now_s) == []
+
+    def ready(
+        self,
+        worker_id: WorkerId,
+        slot: int,
+        *,
+        tokens: int = 0,
+        step_s: float = 0.2,
+        begins_in_s: float = 0.0,
+        incarnation: int = 1,
+    ) -> list[Told]:
+        message = RoundReady(3, slot, begins_in_s, tokens, step_s)
+        return self.rounds.ready(worker_id, incarnation, message, self.tokens_done, self.now_s)
+
+    def started(self) -> Desk:
+        for worker_id in self.rounds.replicas:
+            told = self.ready(worker_id, 0)
+        assert {w for w, m in told if isinstance(m, SlotClock)} == set(self.rounds.replicas)
+        return self
+
+    def all_ready(self, slot: int) -> list[Told]:
+        return [told for worker_id in list(self.rounds.replicas) for told in self.ready(worker_id, slot)]
+
+    def look(self, after_s: float = 0.0) -> list[Told]:
+        self.now_s += after_s
+        return self.rounds.look_at_time(self.tokens_done, self.now_s)
+
+    def outcome(self, worker_id: WorkerId, match: PairMatched, result: SwapResult, **changes: object) -> None:
+        message = RoundOutcome(
+            3, match.slot, match.fragment, match.swap, match.round_id, match.partner, result
+        )
+        self.rounds.outcome(worker_id, 1, replace(message, **changes))  # type: ignore[arg-type]
+
+
+def matches(told: list[Told]) -> dict[tuple[WorkerId, int], PairMatched]:
+    return {(w, m.swap): m for w, m in told if isinstance(m, PairMatched)}
+
+
+# ------------------------------------------------------------------ the clock
+
+
+def test_a_slot_lasts_h_median_steps_within_bounds() -> None:
+    assert slot_length_s(50, [0.1, 0.2, 9.0]) == 10.0
+    assert slot_length_s(5, [0.01]) == LEAST_SLOT_S
+    assert slot_length_s(5, []) is None
+    assert slot_length_s(5, [0.0]) is None
+
+
+def test_the_clock_starts_when_all_train_or_a_while_after_the_first() -> None:
+    desk = Desk(A, B, C)
+    assert desk.ready(A, 0) == []
+    assert desk.ready(B, 0) == []
+    told = desk.ready(C, 0)
+    assert [w for w, _ in told] == [A, B, C]
+    assert told[0][1] == SlotClock(3, 1, 10.0, 10.0, 1, False)
+
+    patient = Desk(A, B)
+    patient.ready(A, 0)
+    assert patient.look(START_WAIT_S - 0.1) == []
+    assert [w for w, _ in patient.look(0.2)] == [A, B]
+
+
+def test_a_short_hiccup_does_not_change_the_length_and_a_lasting_change_does_two_slots_later() -> None:
+    clock = StageClock(0, 1)
+    clock.start(1, 10.0, 10.0, warmup=False)
+
+    def look(slot: int, step_s: float, *, warmup: bool = False) -> bool:
+        return clock.review(50, [step_s], warmup=warmup, now_s=10.0 * slot + 0.1)
+
+    assert not look(1, 0.4)
+    assert not look(2, 0.4)
+    assert not look(3, 0.2)
+    assert not look(4, 0.4)
+    assert not look(5, 0.1)
+    assert not look(6, 0.1)
+    assert look(7, 0.1)
+    assert clock.begins_at(9) == 90.0
+    assert clock.length_of(8) == 10.0
+    assert clock.length_of(9) == 5.0
+    assert clock.begins_at(11) == 100.0
+    assert clock.slot_at(89.9) == 8
+    assert clock.slot_at(95.1) == 10
+
+
+def test_the_end_of_the_warm_up_is_announced_at_once() -> None:
+    desk = Desk(A, B)
+    desk.tokens_done = 199
+    desk.started()
+    assert desk.rounds.clock.length_of(1) == 1.0
+    desk.tokens_done = 200
+    told = desk.look(1.1)
+    announced = [m for w, m in told if isinstance(m, SlotClock) and w == A]
+    assert [(m.slot, m.slot_length_s, m.warmup) for m in announced] == [(2, 1.0, True), (3, 10.0, False)]
+    assert announced[1].begins_in_s == pytest.approx(1.9)
+
+
+@given(
+    changes=st.lists(st.tuples(st.floats(0.01, 30.0), st.floats(0.001, 5.0)), max_size=30),
+)
+def test_slots_follow_each_other_whatever_the_lengths(changes: list[tuple[float, float]]) -> None:
+    """Never backwards, and what was announced for a slot that is near does not change any more."""
+    clock = StageClock(0, 3)
+    clock.start(1, 1.0, 1.0, warmup=True)
+    now_s, slot = 0.0, 0
+    for after_s, step_s in changes:
+        near = {k: clock.begins_at(k) for k in (clock.slot_at(now_s) + 1, clock.slot_at(now_s) + 2)}
+        clock.review(10, [step_s], warmup=False, now_s=now_s)
+        assert {k: clock.begins_at(k) for k in near} == near
+        now_s += after_s
+        assert clock.slot_at(now_s) >= slot
+        slot = clock.slot_at(now_s)
+        assert clock.begins_at(slot) <= now_s + 1e-6 < clock.begins_at(slot + 1) + 2e-6
+
+
+# ------------------------------------------------------------------ readiness and contracts
+
+
+def test_a_match_comes_when_all_are_ready_and_both_sides_hold_one_contract() -> None:
+    desk = Desk(A, B, swaps=1, fragments=4).started()
+    assert matches(desk.ready(A, 1)) == {}
+    told = matches(desk.ready(B, 1))
+    one, other = told[A, 0], told[B, 0]
+    assert (one.partner, other.partner) == (B, A)
+    assert one.weight + other.weight == 1
+    assert (one.round_id, one.slot, one.fragment, one.swap) == (other.round_id, 1, 1, 0)
+    assert one.partner_incarnation == 1
+    assert one.deadline_s == 10.0
+    assert desk.look() == []
+
+
+def test_at_half_of_the_slot_before_those_who_are_ready_are_matched_without_the_others() -> None:
+    desk = Desk(A, B, C).started()
+    desk.ready(A, 1)
+    desk.ready(B, 1)
+    assert desk.rounds.wake_at_s(desk.now_s) == desk.now_s + 5.0
+    assert desk.look(4.9) == []
+    assert set(matches(desk.look(0.2))) == {(A, 0), (B, 0)}
+    # Too late for this one.
+    assert matches(desk.ready(C, 1)) == {}
+
+
+def test_who_is_frozen_is_matched_no_more() -> None:
+    desk = Desk(A, B, C).started()
+    desk.all_ready(1)
+    for slot in range(2, 6):
+        desk.look(10.0)
+        desk.ready(A, slot)
+        desk.ready(B, slot)
+        assert {w for w, _ in matches(desk.look(5.1))} == {A, B}
+        desk.now_s -= 5.1
+
+
+def test_a_worker_whose_counter_is_elsewhere_is_not_matched() -> None:
+    desk = Desk(A, B, C).started()
+    desk.ready(A, 1)
+    desk.ready(B, 1)
+    desk.ready(C, 3)
+    assert {w for w, _ in matches(desk.look(5.1))} == {A, B}
+
+
+def test_swaps_of_a_slot_share_it_and_have_different_partners() -> None:
+    desk = Desk(*map(WorkerId, "abcd"), swaps=2).started()
+    told = matches(desk.all_ready(1))
+    for worker_id in map(WorkerId, "abcd"):
+        assert told[worker_id, 0].partner != told[worker_id, 1].partner
+        assert (told[worker_id, 0].deadline_s, told[worker_id, 1].deadline_s) == (5.0, 10.0)
+        assert told[worker_id, 0].round_id != told[worker_id, 1].round_id
+
+
+def test_another_life_or_another_weight_is_another_contract() -> None:
+    ids = set()
+    for incarnation, tokens in ((1, 0), (2, 0), (1, 300)):
+        desk = Desk()
+        desk.rounds.joined(A, incarnation, "eu", desk.now_s)
+        desk.rounds.joined(B, 1, "eu", desk.now_s)
+        desk.ready(A, 0, incarnation=incarnation)
+        desk.ready(B, 0)
+        desk.ledger.counts[B] = TokenCount(tokens, tokens)
+        desk.ready(A, 1, incarnation=incarnation)
+        ids.add(matches(desk.ready(B, 1))[A, 0].round_id)
+    assert len(ids) == 3
+
+
+def test_an_earlier_life_says_nothing() -> None:
+    desk = Desk(A, B).started()
+    desk.rounds.joined(B, 2, "eu", desk.now_s)
+    desk.ready(A, 1)
+    assert matches(desk.ready(B, 1, incarnation=1)) == {}
+    assert matches(desk.ready(B, 1, incarnation=2))[A, 0].partner_incarnation == 2
+
+
+def test_who_leaves_is_matched_no_more_and_a_newcomer_hears_the_clock() -> None:
+    desk = Desk(A, B).started()
+    desk.all_ready(1)
+    desk.rounds.left(B)
+    desk.look(10.0)
+    assert matches(desk.ready(A, 2)) == {}
+    assert [type(m) for _, m in desk.rounds.joined(C, 1, "eu", desk.now_s)] == [SlotClock]
+    assert matches(desk.look(10.0)) == {}
+    desk.ready(A, 3)
+    assert set(matches(desk.ready(C, 3))) == {(A, 0), (C, 0)}
+
+
+def test_after_a_restart_the_clock_goes_on_where_replicas_have_it() -> None:
+    desk = Desk(A, B)
+    told = desk.ready(A, 41, begins_in_s=3.0)
+    assert [(w, m.slot, m.begins_in_s) for w, m in told if isinstance(m, SlotClock)] == [
+        (A, 41, 3.0),
+        (B, 41, 3.0),
+    ]
+    # Slot 41 may have been matched before the restart; 42 is the first of the new life.
+    assert matches(desk.ready(B, 41, begins_in_s=3.1)) == {}
+    desk.look(3.5)
+    desk.ready(A, 42)
+    assert set(matches(desk.ready(B, 42))) == {(A, 0), (B, 0)}
+
+
+def test_the_first_swap_crosses_regions_and_the_interval_is_stated() -> None:
+    desk = Desk(*map(WorkerId, "abcdef"), regions="xxxxyy").started()
+    assert desk.rounds.worst_far_interval() == 2
+    met: dict[WorkerId, int] = {}
+    for slot in range(1, 9):
+        for (worker_id, _), match in matches(desk.all_ready(slot)).items():
+            ours, theirs = (desk.rounds.replicas[w].region for w in (worker_id, match.partner))
+            if ours != theirs:
+                met[worker_id] = slot
+        assert all(slot - met.get(w, 0) < 2 for w in desk.rounds.replicas)
+        desk.look(10.0)
+
+
+# ------------------------------------------------------------------ weights
+
+
+def test_weights_come_from_the_ledger_capped_twice_and_never_from_a_claim() -> None:
+    desk = Desk(A, B).started()
+    desk.ledger.counts = {A: TokenCount(300, 1000), B: TokenCount(900, 100)}
+    desk.ready(A, 1, tokens=10**9)
+    told = matches(desk.ready(B, 1, tokens=0))
+    # B is acknowledged for more than it ever leased.
+    assert told[A, 0].weight == 0.75
+    assert told[B, 0].weight == 0.25
+    assert [(named.worker_id, named.by) for named in desk.rounds.book.named] == [(A, None)]
+    assert "claims 1000000000 tokens; 1000 were leased" in desk.rounds.book.named[0].reason
+    desk.look(10.0)
+    desk.ledger.counts = {A: TokenCount(400, 2000), B: TokenCount(1300, 500)}
+    assert matches(desk.all_ready(2))[A, 0].weight == 0.2
+
+
+@given(
+    trained=st.floats(0, 1e9),
+    leased=st.floats(0, 1e9),
+    before=st.floats(0, 1e9),
+    rate=st.floats(0.1, 1e6),
+    seconds=st.floats(0, 1e4),
+)
+def test_nobody_weighs_more_than_was_leased_or_planned(
+    trained: float, leased: float, before: float, rate: float, seconds: float
+) -> None:
+    mark = TokenMark(TokenCount(before, before), 0.0)
+    tokens = credited(TokenCount(trained, leased, rate), mark, seconds)
+    assert 0 <= tokens <= min(max(0.0, trained - before), max(0.0, leased - before), 2 * rate * seconds)
+
+
+# ------------------------------------------------------------------ outcomes
+
+
+def test_outcomes_of_both_sides_are_brought_together() -> None:
+    desk = Desk(A, B).started()
+    told = matches(desk.all_ready(1))
+    desk.outcome(A, told[A, 0], SwapResult.COMMITTED, fraction=1.0, seconds=0.5)
+    desk.outcome(B, told[B, 0], SwapResult.COMMITTED, fraction=1.0, seconds=0.5)
+    book = desk.rounds.book
+    assert (book.rounds_averaged, book.rounds_one_sided, book.unexpected) == (1, 0, 0)
+    desk.look(10.0)
+    told = matches(desk.all_ready(2))
+    desk.outcome(A, told[A, 0], SwapResult.ONE_SIDED, fraction=1.0)
+    desk.outcome(B, told[B, 0], SwapResult.SOLO, solo_reason=SoloReason.LATE)
+    assert (book.rounds_averaged, book.rounds_one_sided) == (1, 1)
+    assert (book.of(A).one_sided, book.of(B).one_sided) == (1, 0)
+    assert (book.of(A).solo_slots_in_a_row, book.of(B).solo_slots_in_a_row) == (0, 1)
+    # A last word whose answer was lost: both averaged after all.
+    desk.look(10.0)
+    told = matches(desk.all_ready(3))
+    desk.outcome(A, told[A, 0], SwapResult.ONE_SIDED, fraction=1.0)
+    desk.outcome(B, told[B, 0], SwapResult.COMMITTED, fraction=1.0)
+    assert (book.rounds_averaged, book.rounds_one_sided) == (2, 1)
+
+
+def test_a_report_that_nobody_was_matched_for_counts_for_nothing() -> None:
+    desk = Desk(A, B, C).started()
+    desk.ready(A, 1)
+    desk.ready(B, 1)
+    told = matches(desk.look(5.1))
+    outcome = SwapResult.COMMITTED
+    desk.outcome(C, told[A, 0], outcome)
+    desk.outcome(A, replace(told[A, 0], round_id=77), outcome)
+    desk.outcome(A, replace(told[A, 0], partner=C), outcome)
+    desk.outcome(A, replace(told[A, 0], slot=2), outcome)
+    desk.outcome(A, told[A, 0], outcome)
+    desk.outcome(A, told[A, 0], outcome)
+    book = desk.rounds.book
+    assert book.unexpected == 5
+    assert book.of(A).committed == 1
+    assert book.of(C).committed == 0
+
+
+def test_solo_slots_in_a_row_are_counted_per_slot_not_per_swap() -> None:
+    desk = Desk(*map(WorkerId, "abcd"), swaps=2).started()
+    for slot in range(1, 5):
+        told = matches(desk.all_ready(slot))
+        desk.outcome(A, told[A, 0], SwapResult.SOLO, solo_reason=SoloReason.LATE)
+        result = SwapResult.COMMITTED if slot == 3 else SwapResult.SOLO
+        desk.outcome(A, told[A, 1], result, solo_reason=SoloReason.LATE)
+        assert desk.rounds.book.of(A).solo_slots_in_a_row == {1: 1, 2: 2, 3: 0, 4: 1}[slot]
+        desk.look(10.0)
+
+
+def test_who_sends_nonsense_is_named_and_suspected_when_several_say_so() -> None:
+    desk = Desk(A, B, C).started()
+    accused: set[WorkerId] = set()
+    for slot in range(1, 20):
+        for (worker_id, _), match in matches(desk.all_ready(slot)).items():
+            if match.partner == A:
+                accused.add(worker_id)
+                desk.outcome(
+                    worker_id,
+                    match,
+                    SwapResult.SOLO,
+                    solo_reason=SoloReason.REFUSED,
+                    detail="its weights are not finite",
+                )
+                assert desk.rounds.book.named[-1].reason == "its weights are not finite"
+        assert desk.rounds.book.suspects() == ((A,) if len(accused) == 2 else ())
+        desk.look(10.0)
+    assert accused == {B, C}
+
+
+def test_links_learn_from_what_was_committed() -> None:
+    desk = Desk(A, B).started()
+    desk.links.place(A, Place("", "eu", 1e6))
+    desk.links.place(B, Place("", "eu", 1e6))
+    before_s = desk.links.exchange_s(A, B, 10**6)
+    told = matches(desk.all_ready(1))
+    desk.outcome(A, told[A, 0], SwapResult.COMMITTED, seconds=5.0)
+    assert desk.links.exchange_s(B, A, 10**6) > 2 * before_s
+    assert desk.links.exchange_s(A, C, 10**6) < desk.links.exchange_s(A, B, 10**6)
+
+
+def test_places_tell_near_from_far() -> None:
+    links = PassiveEstimates()
+    links.place(A, Place("lab", "eu", 1e6))
+    links.place(B, Place("lab", "eu", 1e6))
+    links.place(C, Place("", "us", 1e6))
+    assert links.exchange_s(A, B, 10**6) < 0.1 < 1.0 < links.exchange_s(A, C, 10**6)
+    links.forget(B)
+    assert links.exchange_s(A, B, 10**6) > 0.1
