@@ -17,6 +17,9 @@ _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 class Clock(Protocol):
     def now(self) -> Now: ...
 
+    def monotonic_s(self) -> float:
+        """`now().monotonic_s` alone."""
+
 
 def _boot_id() -> str:
     """Equal for all processes between two boots, so that monotonic times of different processes can be compared.
@@ -48,9 +51,9 @@ class SystemClock:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._boot_id = _boot_id()
-        self._monotonic = monotonic
+        self.monotonic_s = monotonic
         self._wall_offset_s = wall() - monotonic()
 
     def now(self) -> Now:
-        monotonic_s = self._monotonic()
+        monotonic_s = self.monotonic_s()
         return Now(monotonic_s, monotonic_s + self._wall_offset_s, self._boot_id)

@@ -23,7 +23,7 @@ from starlings_protos.convert import body_from_proto, field_hints, plain
 from starlings_protos.errors import RefusedError, clean_text
 from starlings_protos.identity import KEEPER
 from starlings_protos.invite import parse_address
-from starlings_protos.messages import PeerUnreachable, ProbeReport, Refusal, ToCoordinator
+from starlings_protos.messages import Heartbeat, PeerUnreachable, ProbeReport, Refusal, ToCoordinator
 from starlings_protos.pair_messages import RoundOutcome
 
 R = TypeVar("R")
@@ -44,6 +44,9 @@ def received(message: control_pb2.ToCoordinator) -> ToCoordinator:
     Raises:
         RefusedError: MALFORMED or LIMIT, with what is wrong.
     """
+    if message.WhichOneof("body") == "heartbeat":
+        # Two numbers, and most of what a large swarm says: nothing can be wrong with them.
+        return Heartbeat(message.heartbeat.progress, message.heartbeat.version)
     # Before any record is made: a megabyte can hold half a million empty entries.
     _check_counts(message)
     try:

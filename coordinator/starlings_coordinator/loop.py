@@ -140,8 +140,9 @@ class CoreLoop:
     def _handle_batch(
         self, events: Sequence[Event], records: list[tuple[str, bytes]], effects: list[Effect]
     ) -> None:
+        now = self._clock.now()
         for event in events:
-            new_records, new_effects = self._core.handle(event, self._clock.now())
+            new_records, new_effects = self._core.handle(event, now)
             records.extend((record.kind, record_to_json(record)) for record in new_records)
             effects.extend(new_effects)
 

@@ -42,19 +42,28 @@ def taken(bucket: Bucket, rate: Rate, now_s: float, amount: float = 1.0) -> Buck
 
 
 class Throttle:
-    """One source that is slowed down, never refused: each take says how long to wait before the next."""
+    """One source that is slowed down, never refused: each take says how long to wait before the next. The arithmetic is
+    that of `refilled`, on plain numbers: every message of every stream comes by here.
+    """
+
+    __slots__ = ("_at_s", "_level", "_rate")
 
     def __init__(self, rate: Rate, now_s: float) -> None:
-        self._rate = rate
-        self._bucket = Bucket(rate.burst, now_s)
+        self._rate, self._level, self._at_s = rate, rate.burst, now_s
 
     def take(self, amount: float, now_s: float) -> float:
         """Takes `amount` (at most a burst) and returns the seconds until the source is within its rate again."""
-        amount = min(amount, self._rate.burst)
-        pause_s = wait_s(self._bucket, self._rate, now_s, amount)
+        rate = self._rate
+        if now_s > self._at_s:
+            self._level = min(rate.burst, self._level + (now_s - self._at_s) * rate.per_s)
+            self._at_s = now_s
+        self._level -= min(amount, rate.burst)
+        if self._level >= 0:
+            return 0.0
         # What is not there yet is paid for by the pause.
-        self._bucket = taken(self._bucket, self._rate, now_s + pause_s, amount)
-        return pause_s
+        self._at_s -= self._level / rate.per_s
+        self._level = 0.0
+        return self._at_s - now_s
 
 
 class SourceLimiter:

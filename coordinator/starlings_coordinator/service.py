@@ -126,12 +126,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     async def _read(self, session: WorkerSession, context: Context) -> None:
         worker_id = WorkerId(session.worker_id)
-        now_s = self._clock.now().monotonic_s
+        now_s = self._clock.monotonic_s()
         messages, octets = Throttle(MESSAGES, now_s), Throttle(BYTES, now_s)
         while isinstance(message := await context.read(), control_pb2.ToCoordinator):
             if session.ending is not None:
                 return
-            now_s = self._clock.now().monotonic_s
+            now_s = self._clock.monotonic_s()
             pause_s = max(messages.take(1, now_s), octets.take(message.ByteSize(), now_s))
             if pause_s > 0:
                 # Meanwhile it is held up by flow control, and the others are served.

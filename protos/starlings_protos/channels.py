@@ -31,6 +31,10 @@ from starlings_protos.peers import peer_identity
 # One constant for both sides: clients ping this often, servers allow twice that, so an idle swarm is never cut off
 # with `too_many_pings`. Halving it finds dead peers in half the time and doubles the idle traffic (about 17 bytes/s).
 KEEPALIVE_S = 10.0
+# On the control plane pings are rarer, because workers speak there by themselves: who gets no acknowledgement of a
+# heartbeat from the coordinator's system within `KEEPALIVE_TIMEOUT_S` is cut off already (TCP_USER_TIMEOUT, which gRPC
+# sets where there is such a thing). Ten thousand pings every 10 s would cost a coordinator more than all heartbeats.
+CONTROL_KEEPALIVE_S = 30.0
 # A server pings only whom it has not heard for this many times as long. With equal times both would ping, and a
 # connection that says nothing would cost a server about twice the CPU.
 SERVER_WAITS = 2
@@ -87,6 +91,9 @@ class Transport:
     # TLS records that we send. Each connection keeps buffers of this size: 4 KiB instead of 16 save a coordinator with
     # a thousand workers 5 MB; a large transfer pays 1 % for it.
     tls_record_bytes: int = 16 << 10
+    # A server pings who sends, to fit its windows to the way's bandwidth. Where all that comes is small, that only
+    # doubles the packets: whoever speaks every two seconds is pinged each time, and 250 messages/s cost as much again.
+    server_fits_windows: bool = True
     reconnect_min_s: float = 0.5
     reconnect_max_s: float = 10.0
 
@@ -94,7 +101,13 @@ class Transport:
 ENROLMENT = Transport(ENROLMENT_MESSAGE_LIMIT_BYTES, ENROLMENT_MESSAGE_LIMIT_BYTES, 4, 4096)
 # As the coordinator sees it; a worker receives what the coordinator sends.
 CONTROL = Transport(
-    CONTROL_MESSAGE_LIMIT_BYTES, LEASE_MESSAGE_LIMIT_BYTES, 64, 16384, tls_record_bytes=4 << 10
+    CONTROL_MESSAGE_LIMIT_BYTES,
+    LEASE_MESSAGE_LIMIT_BYTES,
+    64,
+    16384,
+    keepalive_s=CONTROL_KEEPALIVE_S,
+    tls_record_bytes=4 << 10,
+    server_fits_windows=False,
 )
 DATA = Transport(DATA_MESSAGE_LIMIT_BYTES, DATA_MESSAGE_LIMIT_BYTES, 1024, 4096)
 
@@ -141,7 +154,9 @@ def server_options(transport: Transport) -> Options:
     return (
         *_shared_options(transport),
         ("grpc.keepalive_time_ms", _ms(SERVER_WAITS * transport.keepalive_s)),
-        ("grpc.http2.min_ping_interval_without_data_ms", _ms(transport.keepalive_s / 2)),
+        ("grpc.http2.bdp_probe", int(transport.server_fits_windows)),
+        # Whatever the plane: workers of another version may ping more often.
+        ("grpc.http2.min_ping_interval_without_data_ms", _ms(min(transport.keepalive_s, KEEPALIVE_S) / 2)),
         ("grpc.max_receive_message_length", transport.receive_limit_bytes),
         ("grpc.max_send_message_length", transport.send_limit_bytes),
         ("grpc.max_concurrent_streams", transport.stream_limit),

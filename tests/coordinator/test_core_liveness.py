@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from starlings_coordinator.core import membership
 from starlings_coordinator.core.config import Timings
 from starlings_coordinator.core.liveness import (
     CLOCK_WITHIN_S,
@@ -15,6 +16,7 @@ from starlings_coordinator.core.liveness import (
     SlowestBeat,
     worth_an_answer,
 )
+from starlings_coordinator.core.members import Member
 from starlings_protos.messages import WorkerId
 from support.core_world import World, config
 
@@ -90,14 +92,13 @@ def test_everybody_is_looked_at_at_each_tick_unless_patience_is_long(
     world = World(dataclasses.replace(config(swarm={"min_workers": 50}), timings=timings), {"wa": (0, 2)})
     world.boot()
     world.join("wa")
-    detector, looked_at = world.core.members[WorkerId("wa")].detector, list[float]()
-    lost = type(detector).lost
+    looked_at, is_well = list[float](), membership._is_well
 
-    def counted(self: SilenceDetector, now_s: float, floor_s: float) -> bool:
-        looked_at.append(now_s)
-        return lost(self, now_s, floor_s)
+    def counted(member: Member, since_s: float) -> bool:
+        looked_at.append(world.now_s)
+        return is_well(member, since_s)
 
-    monkeypatch.setattr(SilenceDetector, "lost", counted)
+    monkeypatch.setattr(membership, "_is_well", counted)
     until_s = world.now_s + 10.0
     while world.now_s < until_s:
         world.tick()

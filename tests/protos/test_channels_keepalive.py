@@ -25,6 +25,19 @@ class _Idle(control_pb2_grpc.ControlServicer):
         return control_pb2.StatusReply(job="idle")
 
 
+class _Hearing(control_pb2_grpc.ControlServicer):
+    """Answers the first message and the end."""
+
+    async def Session(self, request_iterator, context):
+        heard = 0
+        async for _ in request_iterator:
+            heard += 1
+            if heard == 1:
+                await context.write(control_pb2.ToWorker(heartbeat_ack=control_pb2.HeartbeatAck()))
+        if heard == 21:
+            await context.write(control_pb2.ToWorker(heartbeat_ack=control_pb2.HeartbeatAck()))
+
+
 async def _serve(identity: Identity, transport: channels.Transport) -> tuple[grpc.aio.Server, int]:
     server = channels.make_server(transport, (RoleGuard(CONTROL_POLICY),))
     control_pb2_grpc.add_ControlServicer_to_server(_Idle(), server)
@@ -88,6 +101,55 @@ async def test_the_test_would_notice(identities: tuple[Identity, Identity]):
         assert await _first_to_leave_ready(opened, within_s=10.0) == 1
     finally:
         await _close(opened, server)
+
+
+async def _packets_to_a_speaker(transport: channels.Transport, identities: tuple[Identity, Identity]) -> int:
+    """How often the server sends something to a client that says twenty small things, one by one."""
+    server = channels.make_server(transport)
+    control_pb2_grpc.add_ControlServicer_to_server(_Hearing(), server)
+    port = channels.bind(server, "127.0.0.1", 0, channels.server_credentials(identities[0]))
+    await server.start()
+    packets = 0
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counts: bool) -> None:
+        nonlocal packets
+        while octets := await reader.read(1 << 16):
+            packets += counts
+            writer.write(octets)
+        writer.close()
+
+    async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pass_on(reader, there[1], False), pass_on(there[0], writer, True))
+
+    proxy = await asyncio.start_server(between, "127.0.0.1", 0)
+    channel = channels.control_channel(f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}", identities[1])
+    call = control_pb2_grpc.ControlStub(channel).Session()
+    beat = control_pb2.ToCoordinator(heartbeat=control_pb2.Heartbeat(progress=1))
+    try:
+        await call.write(beat)
+        assert (await call.read()).WhichOneof("body") == "heartbeat_ack"
+        packets = 0
+        for _ in range(20):
+            # Beyond the least pause between two pings of this kind.
+            await asyncio.sleep(0.12)
+            await call.write(beat)
+        await call.done_writing()
+        before = packets
+        assert (await call.read()).WhichOneof("body") == "heartbeat_ack", "all of them were heard"
+        return before
+    finally:
+        call.cancel()
+        await channel.close()
+        await server.stop(0)
+        proxy.close()
+
+
+async def test_whoever_speaks_to_a_coordinator_is_not_pinged_for_it(identities: tuple[Identity, Identity]):
+    assert await _packets_to_a_speaker(channels.CONTROL, identities) <= 1
+    # The count would notice.
+    fitting = replace(channels.CONTROL, server_fits_windows=True)
+    assert await _packets_to_a_speaker(fitting, identities) >= 3
 
 
 def test_every_option_is_one_that_grpc_knows():

@@ -123,10 +123,12 @@ class Core:
     def handle(self, event: Event, now: Now) -> tuple[tuple[Record, ...], tuple[Effect, ...]]:
         """What to write down, and what to do once it is written."""
         self.now = now
+        if isinstance(event, WorkerSaid) and isinstance(event.message, Heartbeat | Telemetry):
+            # They change nothing that is decided here, and a thousand workers send many.
+            self._signed(event, event.message)
+            return (), ()
         self._dispatch(event)
-        # They change nothing that is decided here, and a thousand workers send many.
-        if not (isinstance(event, WorkerSaid) and isinstance(event.message, Heartbeat | Telemetry)):
-            self._go_on()
+        self._go_on()
         return self.desk.take()
 
     def _go_on(self) -> None:
@@ -181,22 +183,36 @@ class Core:
             case _:
                 assert_never(event)
 
-    def _said(self, event: WorkerSaid) -> None:
-        member = self.members.get(event.worker_id)
-        if member is None or member.session != event.session:
+    def _speaker(self, said: WorkerSaid) -> Member | None:
+        """None when its stream or its job is over; what it says then is counted and dropped."""
+        member = self.members.get(said.worker_id)
+        if member is None or member.session != said.session or self.has_ended:
             self.dropped_messages += 1
+            return None
+        return member
+
+    def _signed(self, said: WorkerSaid, sign: Heartbeat | Telemetry) -> None:
+        member = self._speaker(said)
+        if member is None:
+            return
+        if isinstance(sign, Heartbeat):
+            member.detector.heard(self.now.monotonic_s)
+            member.heartbeat = sign
+        elif sign.samples:
+            # No sign of life: where it goes over the bus nobody is judged in another way.
+            member.counters = sign.samples[-1]
+
+    def _said(self, event: WorkerSaid) -> None:
+        member = self._speaker(event)
+        if member is None:
             return
         message = event.message
-        if isinstance(message, Telemetry):
-            # No sign of life: where it goes over the bus nobody is judged in another way.
-            member.counters = message.samples[-1] if message.samples else member.counters
-            return
         member.detector.heard(self.now.monotonic_s)
         match message:
             case Hello():
                 self.dropped_messages += 1  # A stream has one, and it came as WorkerConnected.
-            case Heartbeat():
-                member.heartbeat = message
+            case Heartbeat() | Telemetry():
+                pass  # See `_signed`.
             case ProbeReport():
                 self.membership.probed(member, message)
             case EngineDown():

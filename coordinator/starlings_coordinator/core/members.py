@@ -77,7 +77,10 @@ class Member:
     def usable(self) -> bool:
         """Can be planned with."""
         return (
-            self.here and self.probe is not None and self.leaving is None and self.set_aside_until_s is None
+            self.session is not None
+            and self.probe is not None
+            and self.leaving is None
+            and self.set_aside_until_s is None
         )
 
     def plan_worker(self, held: Span | None = None) -> PlanWorker:

@@ -34,6 +34,16 @@ LOOKS_PER_FLOOR, LOOK_AT_MOST_S = 24.0, 1.0
 _UNMEASURED = (MemberState.JOINING, MemberState.PROBING)
 
 
+def _is_well(member: Member, since_s: float) -> bool:
+    """Whether time changes nothing about a member that was heard after `since_s`, as almost all were."""
+    return (
+        member.detector.last_heard_s > since_s
+        and member.session is not None
+        and member.state is not MemberState.PROBING
+        and member.set_aside_until_s is None
+    )
+
+
 class Membership:
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -388,7 +398,8 @@ class Membership:
         if now_s < self._look_again_at_s and not forgive:
             return
         self._look_again_at_s = now_s + min(LOOK_AT_MOST_S, floor_s / LOOKS_PER_FLOOR)
-        for member in list(core.members.values()):
+        since_s = float("inf") if forgive else now_s - floor_s
+        for member in [m for m in core.members.values() if not _is_well(m, since_s)]:
             if member.set_aside_until_s is not None and now_s >= member.set_aside_until_s:
                 member.set_aside_until_s, member.reason = None, "waits for a plan"
                 self._changed()

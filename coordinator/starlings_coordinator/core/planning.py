@@ -114,18 +114,19 @@ class Planning:
 
     def _obstacle(self) -> Reason | None:
         core, now_s = self._core, self._core.now.monotonic_s
-        usable = self._usable()
-        need = core.config.job.swarm.min_workers
-        if len(usable) < need or not usable:
+        members = core.members.values()
+        usable = sum([m.usable for m in members])
+        need = max(core.config.job.swarm.min_workers, 1)
+        if usable < need:
             self._enough_since_s = None
-            aside = [m for m in core.members.values() if m.here and m.set_aside_until_s is not None]
-            if aside and len(usable) + len(aside) >= max(need, 1):
+            aside = [m for m in members if m.set_aside_until_s is not None and m.here]
+            if aside and usable + len(aside) >= need:
                 first = min(aside, key=lambda m: (m.set_aside_until_s or 0.0, m.worker_id))
                 return ForRetry(
                     f"{first.worker_id} is {first.reason}", max(0.0, (first.set_aside_until_s or 0.0) - now_s)
                 )
-            have = sum(1 for m in core.members.values() if m.here and m.leaving is None)
-            return ForWorkers(have, max(need, 1), len(usable))
+            have = sum([m.here and m.leaving is None for m in members])
+            return ForWorkers(have, need, usable)
         version = self.restart_version
         if not self._keeper_addresses or version not in self._keeper_versions:
             return ForKeeper(version)
