@@ -10,6 +10,7 @@ import errno
 import functools
 import json
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,16 @@ import typer
 from starlings_protos.errors import ExitCode, StarlingsError
 from starlings_protos.locks import DirectoryInUse
 
-__all__ = ["INTERRUPTED", "CommandError", "ExitCode", "debugging", "explain", "guarded", "report"]
+__all__ = [
+    "INTERRUPTED",
+    "READER_GONE",
+    "CommandError",
+    "ExitCode",
+    "debugging",
+    "explain",
+    "guarded",
+    "report",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,6 +38,8 @@ R = TypeVar("R")
 
 # What shells report for Ctrl-C: 128 + SIGINT.
 INTERRUPTED = 130
+# And for a command into a pipe that nobody reads any more (`| head`): 128 + SIGPIPE.
+READER_GONE = 141
 
 
 class CommandError(StarlingsError):
@@ -90,15 +102,37 @@ def explain(error: BaseException) -> tuple[str, int]:
 _WORKER_PACKAGES = frozenset({"torch", "transformers", "tokenizers", "pynvml"})
 
 
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe without a reader."""
+    if sys.platform == "win32":
+        return True  # It cannot be asked; no other pipe of a command's breaks as a rule.
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _let_go_of_output() -> None:
+    """What is still in buffers goes nowhere at exit, instead of failing there once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def report(error: BaseException, *, as_json: bool) -> int:
-    """Prints the failure (stderr; with `as_json` also an object on stdout) and returns the exit code."""
+    """Prints the failure (stderr; with `as_json` also an object on stdout) and returns the exit code. Whoever closed
+    our output has heard enough, and is told nothing.
+    """
+    if isinstance(error, BrokenPipeError) and _reader_is_gone():
+        _let_go_of_output()
+        return READER_GONE
     message, code = explain(error)
     if debugging() and not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
     prefix = "" if code == INTERRUPTED else "starlings: "
     print(f"{prefix}{message}", file=sys.stderr, flush=True)
     if as_json:
-        print(json.dumps({"error": message, "exit_code": int(code)}), flush=True)
+        try:
+            print(json.dumps({"error": message, "exit_code": int(code)}), flush=True)
+        except BrokenPipeError:
+            _let_go_of_output()
     return int(code)
 
 

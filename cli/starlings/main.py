@@ -62,6 +62,10 @@ def main() -> None:
         arguments.remove("--debug")
         arguments.insert(0, "--debug")
     try:
-        app(args=arguments, prog_name="starlings")
+        try:
+            app(args=arguments, prog_name="starlings")
+        finally:
+            # Here a reader that has gone is noticed; at the interpreter's exit it would be a complaint.
+            sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
         sys.exit(report(error, as_json="--json" in arguments))

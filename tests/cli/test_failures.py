@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +91,44 @@ def test_guarded_ends_with_the_code_and_passes_typer_through() -> None:
     assert ended.value.exit_code == 9
     with pytest.raises(typer.BadParameter):
         misused()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes end in another way there")
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["init"], 141, ""),
+        (["init", "--json"], 141, ""),
+        # A failure of its own keeps its code and its sentence.
+        (["init", "--json", "no/such/folder/job.toml"], 2, "starlings: No such file or directory"),
+    ],
+    ids=["words", "json", "failure"],
+)
+def test_a_reader_that_has_gone_ends_a_command_quietly(
+    tmp_path: Path, arguments: list[str], code: int, says: str
+) -> None:
+    """As with `| head`, only that nobody ever read."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "starlings", *arguments],
+            cwd=tmp_path,
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(write_end)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stderr.startswith(says)
+    assert ended.stderr.count("\n") == bool(says), "one sentence at most"
+
+
+def test_a_broken_pipe_of_another_kind_is_still_a_bug(capfd: pytest.CaptureFixture[str]) -> None:
+    assert failures.report(BrokenPipeError(errno.EPIPE, "Broken pipe"), as_json=True) == 1
+    printed = capfd.readouterr()
+    assert "bug" in printed.err
+    assert json.loads(printed.out)["exit_code"] == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 from typer.main import get_command
 
 from starlings import template
+from starlings.failures import INTERRUPTED, READER_GONE
 from starlings.main import app
 from starlings_job.families import FAMILIES
 from starlings_job.spec import JobSpec
@@ -47,4 +48,4 @@ def test_every_family_of_models_is_listed() -> None:
 
 def test_every_exit_code_is_listed() -> None:
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", REFERENCE.read_text("utf-8"), re.MULTILINE)}
-    assert listed == {*map(int, ExitCode), 130}
+    assert listed == {*map(int, ExitCode), INTERRUPTED, READER_GONE}
