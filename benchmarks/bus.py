@@ -127,7 +127,9 @@ def measure(
         connect_s = time.monotonic() - begun_s
         for load in loads:
             load.tell("go")
-        time.sleep(max(2 * window_s, every_s))  # joining is over, and everybody has begun to talk
+        # Joining is over when everybody has slept the pace of a smaller swarm once more and was told the present one;
+        # and everybody has begun to talk.
+        time.sleep(max(2 * window_s, every_s, 1.25 * interval_s))
 
         def counted(sources: list[crowd.Generator]) -> dict[str, float]:
             for source in sources:

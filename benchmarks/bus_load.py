@@ -72,8 +72,18 @@ def publish(topic: str, payload: bytes) -> bytes:
     return packet(0x30, _string(topic) + b"\0" + payload)
 
 
+PING = packet(0xC0, b"")
+
+
 def subscribe(topic: str) -> bytes:
     return packet(0x82, b"\0\1" + b"\0" + _string(topic) + b"\0")
+
+
+async def keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Who only waits or listens has to say so, or the broker ends the connection (section 3.1.2.10)."""
+    while True:
+        await asyncio.sleep(KEEPALIVE_S / 2)
+        writer.write(PING)
 
 
 async def read_packet(reader: asyncio.StreamReader) -> tuple[int, bytes]:
@@ -124,10 +134,13 @@ class TalkingWorker(Worker):
         super().__init__(identity, control, counted, number)
         self.every_s, self.sent = every_s, sent
         self.writer: asyncio.StreamWriter | None = None
+        self.waiting: asyncio.Task[None] | None = None
 
     async def reach(self, port: int, scratch: Path) -> None:
         reader, self.writer = await reach_broker(port, self.identity, scratch)
         self.tasks.append(asyncio.create_task(self.drain(reader)))
+        self.waiting = asyncio.create_task(keep_alive(self.writer))
+        self.tasks.append(self.waiting)
 
     async def drain(self, reader: asyncio.StreamReader) -> None:
         while await reader.read(1 << 12):
@@ -136,6 +149,8 @@ class TalkingWorker(Worker):
         self.counted.reasons.add("the broker closed a connection")
 
     def talk(self) -> None:
+        if self.waiting is not None:
+            self.waiting.cancel()
         self.tasks.append(asyncio.create_task(self.tell()))
 
     async def tell(self) -> None:
@@ -221,11 +236,12 @@ async def listen(order: dict[str, Any]) -> None:
             kind, _ = await read_packet(reader)
             heard += kind & 0xF0 == 0x30
 
-    hearing = asyncio.create_task(hear())
+    hearing, waiting = asyncio.create_task(hear()), asyncio.create_task(keep_alive(writer))
     say("listening")
     while (await line()) == "count":
         say("counted", telemetry=heard, at_s=time.monotonic())
     hearing.cancel()
+    waiting.cancel()
     writer.transport.abort()
 
 
