@@ -9,6 +9,7 @@ import pytest
 
 from starlings_coordinator.core import membership
 from starlings_coordinator.core.config import Timings
+from starlings_coordinator.core.events import WorkerDisconnected
 from starlings_coordinator.core.liveness import (
     CLOCK_WITHIN_S,
     PACE_TOLERANCE,
@@ -84,7 +85,7 @@ def test_a_pace_that_stays_is_not_told_again_and_the_clock_is() -> None:
     assert not worth_an_answer(9.9, 40.0, 2.0)
 
 
-@pytest.mark.parametrize(("heartbeats_per_second", "looks"), [(250.0, 20), (0.05, 10)])
+@pytest.mark.parametrize(("heartbeats_per_second", "looks"), [(250.0, 20), (0.05, 4)])
 def test_everybody_is_looked_at_at_each_tick_unless_patience_is_long(
     monkeypatch: pytest.MonkeyPatch, heartbeats_per_second: float, looks: int
 ) -> None:
@@ -103,6 +104,23 @@ def test_everybody_is_looked_at_at_each_tick_unless_patience_is_long(
     while world.now_s < until_s:
         world.tick()
     assert abs(len(looked_at) - looks) <= 1
+
+
+def test_a_stream_that_ended_is_noticed_as_soon_where_patience_is_long() -> None:
+    """A heartbeat every 200 s: everybody is looked at every 25 s, and this one within its grace and two looks."""
+    timings = Timings(heartbeats_per_second=0.01)
+    world = World(dataclasses.replace(config(swarm={"min_workers": 50}), timings=timings), {"wa": (0, 2)})
+    world.boot()
+    for name in ("wa", "wb"):
+        world.join(name)
+    for _ in range(10):
+        world.tick()
+    world.feed(WorkerDisconnected(world.fakes[WorkerId("wa")].session, WorkerId("wa")))
+    ended_s = world.now_s
+    while WorkerId("wa") in world.core.members:
+        world.tick()
+        assert world.now_s <= ended_s + timings.reconnect_grace_s + 2.0
+    assert WorkerId("wb") in world.core.members
 
 
 def grown() -> World:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 PROTOCOL_MIN, PROTOCOL_MAX = 1, 1
 MEMBERS_MOST = 10_000
 # Everybody is looked at as often as it matters and not at each tick: ten thousand cost a look some milliseconds, and
-# are given up after minutes of silence. A stream that ended and a device that is measured may wait a second more.
+# are given up after minutes of silence. Where a stream has ended, a device is measured or somebody is silent, it is the
+# latter at least.
 LOOKS_PER_FLOOR, LOOK_AT_MOST_S = 24.0, 1.0
 _UNMEASURED = (MemberState.JOINING, MemberState.PROBING)
 
@@ -142,6 +143,7 @@ class Membership:
                 core.config.timings.restart_grace_s,
             )
         self._changed()
+        self._look_soon()
         return True
 
     def _objection(self, hello: Hello) -> tuple[Refusal, str] | None:
@@ -302,6 +304,7 @@ class Membership:
             return
         member.session = None
         member.disconnected_at_s = self._core.now.monotonic_s
+        self._look_soon()
         if worker_id not in self._core.state.spans or not self._core.plan_is_live:
             self._changed()
         self._probe_next(member.host)
@@ -389,6 +392,9 @@ class Membership:
 
     # ------------------------------------------------------------------ time
 
+    def _look_soon(self) -> None:
+        self._look_again_at_s = min(self._look_again_at_s, self._core.now.monotonic_s + LOOK_AT_MOST_S)
+
     def look_at_time(self, *, forgive: bool) -> None:
         """Silence, streams that did not come back, probes that never end."""
         core, now_s, timings = self._core, self._core.now.monotonic_s, self._core.config.timings
@@ -397,9 +403,12 @@ class Membership:
         floor_s = self._floor_s()
         if now_s < self._look_again_at_s and not forgive:
             return
-        self._look_again_at_s = now_s + min(LOOK_AT_MOST_S, floor_s / LOOKS_PER_FLOOR)
+        self._look_again_at_s = now_s + floor_s / LOOKS_PER_FLOOR
         since_s = float("inf") if forgive else now_s - floor_s
-        for member in [m for m in core.members.values() if not _is_well(m, since_s)]:
+        unwell = [m for m in core.members.values() if not _is_well(m, since_s)]
+        if unwell:
+            self._look_soon()
+        for member in unwell:
             if member.set_aside_until_s is not None and now_s >= member.set_aside_until_s:
                 member.set_aside_until_s, member.reason = None, "waits for a plan"
                 self._changed()

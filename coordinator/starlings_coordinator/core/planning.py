@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 
 
 # While this many gather, what they wait for is looked at this often and not at each message: a look is at everybody,
-# and ten thousand that join at once would cost a minute and a half of it. With more it is less often, up to the last.
-CROWD, CROWD_LOOK_S, CROWD_LOOK_MOST_S = 500, 0.5, 2.0
+# and ten thousand that join at once would cost a minute and a half of it. With more it is less often, up to the third
+# while they come and go, and up to the last while nothing changes.
+CROWD, CROWD_LOOK_S, CROWD_LOOK_MOST_S, CROWD_UNCHANGED_S = 500, 0.5, 2.0, 10.0
 
 
 class Planning:
@@ -64,7 +65,8 @@ class Planning:
         self._retry: tuple[float, str] | None = None
         # Since when enough workers are there to plan with.
         self._enough_since_s: float | None = None
-        self._looked_at_s = float("-inf")
+        # When everybody was looked at last, and at which membership (`Membership.changes`).
+        self._looked_at_s, self._looked_at = float("-inf"), -1
 
     # ------------------------------------------------------------------ the keeper
 
@@ -97,10 +99,13 @@ class Planning:
     def go_on(self) -> None:
         core = self._core
         if core.phase is Phase.GATHERING:
+            changes = core.membership.changes
             pause_s = min(CROWD_LOOK_MOST_S, CROWD_LOOK_S * (len(core.members) // CROWD))
+            if pause_s and isinstance(self.waiting.reason, ForWorkers) and self._looked_at == changes:
+                pause_s = CROWD_UNCHANGED_S
             if core.now.monotonic_s < self._looked_at_s + pause_s:
                 return
-            self._looked_at_s = core.now.monotonic_s
+            self._looked_at_s, self._looked_at = core.now.monotonic_s, changes
             reason = self._obstacle()
             if reason is None:
                 self._ask()
