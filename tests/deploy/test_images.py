@@ -2,6 +2,7 @@
 
 No container is needed, so these lines are not executed as they stand: see `NOT_EXECUTED` and `Image.path`. The cuda
 target's differ from the cpu target's in the index that torch comes from; it would take gigabytes, so it is compared.
+Where PyTorch's own index cannot be reached, torch comes from where pip finds it here.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
+import urllib.error
+import urllib.request
 import venv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -149,6 +154,28 @@ def without_container_commands(line: str) -> str:
     return " && ".join(part for part in parts if part.split()[0] not in NOT_EXECUTED)
 
 
+def answers(index: str) -> bool:
+    try:
+        urllib.request.urlopen(index, timeout=20).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def torch_of_this_machine(root: Path) -> tuple[str, dict[str, str]]:
+    """The index that pip uses here anyway, and variables for pip: this machine has the build of torch with which these
+    tests run (a mirror, a folder of wheels), and a larger one would be another test.
+    """
+    asked = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
+    configured = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    constraint = root / "torch.txt"
+    constraint.write_text(f"torch=={version('torch')}\n")
+    index = os.environ.get("PIP_INDEX_URL") or configured or "https://pypi.org/simple"
+    return index, {"PIP_CONSTRAINT": str(constraint)}
+
+
 def build(root: Path, file: str, name: str | None) -> Image:
     instructions = target(DEPLOY / file, name)
     build_context(root / "src")
@@ -157,10 +184,13 @@ def build(root: Path, file: str, name: str | None) -> Image:
     executed: list[str] = []
     image = Image(root, instructions, executed)
     arguments: dict[str, str] = {}
+    of_pip: dict[str, str] = {}
     for instruction in instructions:
         if instruction.name == "ARG":
             key, _, default = instruction.rest.partition("=")
             arguments[key] = os.environ.get(key, default)
+            if key == "TORCH_INDEX" and key not in os.environ and not answers(default):
+                arguments[key], of_pip = torch_of_this_machine(root)
         elif instruction.name == "RUN":
             line = without_container_commands(instruction.rest)
             set_first = "".join(f"{key}={shlex.quote(value)}; " for key, value in arguments.items())
@@ -168,10 +198,10 @@ def build(root: Path, file: str, name: str | None) -> Image:
             done = subprocess.run(
                 ["sh", "-c", set_first + image.path(line)],
                 cwd=root,
-                env=image.environment(),
+                env=image.environment() | of_pip,
                 capture_output=True,
                 text=True,
-                timeout=200,
+                timeout=400,
                 check=False,
             )
             assert done.returncode == 0, f"RUN {line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

@@ -124,6 +124,9 @@ async def coordinator(directory: Path, **options: Any) -> AsyncIterator[Running]
             await task
         yield running
     finally:
+        if running.of("ended"):
+            # It leaves by itself. Interrupted in that, it would leave its servers behind, and their ports.
+            await asyncio.wait({running.task}, timeout=WITHIN_S)
         running.task.cancel()
         await asyncio.gather(running.task, return_exceptions=True)
 
