@@ -115,7 +115,7 @@ def _holders(job: JobSpec, weights: str) -> list[tuple[HeldSpan, Runner]]:
             stages,
             Span(number, number),
             lambda first, last: build_stage(description, first, last),
-            make_optimizer(job),
+            make_optimizer(job.train),
             CPU,
         )
         for block in held.blocks:
