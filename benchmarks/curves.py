@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from xml.sax.saxutils import escape
+
+import svg
 
 _WIDTH, _HEIGHT = 760, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 170, 40, 50
-_COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#7b4fa3", "#00798c", "#8d5524", "#555555")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ def draw_curves(file: Path, title: str, x_name: str, y_name: str, curves: Sequen
     up = _axis([y for _, y in points], _HEIGHT - _BOTTOM, _TOP)
     parts = _grid(across, up)
     for number, curve in enumerate(curves):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = svg.COLOURS[number % len(svg.COLOURS)]
         path = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in curve.points)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.6" points="{path}"/>')
-        parts.append(_text(_WIDTH - _RIGHT + 12, _TOP + 10 + 18 * number, curve.name, "start", colour))
+        parts.append(svg.text(_WIDTH - _RIGHT + 12, _TOP + 10 + 18 * number, curve.name, "start", colour))
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts += [_text(middle, _HEIGHT - 12, x_name), _text(_LEFT, _TOP - 8, y_name)]
-    _write(file, title, parts, _HEIGHT)
+    parts += [svg.text(middle, _HEIGHT - 12, x_name), svg.text(_LEFT, _TOP - 8, y_name)]
+    svg.write(file, title, parts, _WIDTH, _HEIGHT)
 
 
 def draw_intervals(
@@ -73,21 +73,20 @@ def draw_intervals(
     parts = []
     for tick in across.ticks():
         x = across.at(tick)
-        parts.append(f'<path stroke="#ddd" d="M{x:.1f} {_TOP}V{height - _BOTTOM}"/>')
-        parts.append(_text(x, height - _BOTTOM + 18, f"{tick:.6g}"))
+        parts.append(svg.line(f"M{x:.1f} {_TOP}V{height - _BOTTOM}"))
+        parts.append(svg.text(x, height - _BOTTOM + 18, f"{tick:.6g}"))
     for bound in bounds:
         x = across.at(bound)
         parts.append(
-            f'<path stroke="#d1495b" stroke-dasharray="4 3" d="M{x:.1f} {_TOP}V{height - _BOTTOM}"/>'
+            svg.line(f"M{x:.1f} {_TOP}V{height - _BOTTOM}", svg.COLOURS[1], 'stroke-dasharray="4 3"')
         )
     for number, (name, (mean, low, high)) in enumerate(intervals.items()):
         y = _TOP + 14 + 26 * number
-        parts.append(_text(180, y + 4, name, "end"))
-        parts.append(
-            f'<path stroke="#1b6ca8" stroke-width="2" d="M{across.at(low):.1f} {y}H{across.at(high):.1f}"/>'
-        )
-        parts.append(f'<circle cx="{across.at(mean):.1f}" cy="{y}" r="4" fill="#1b6ca8"/>')
-    _write(file, title, parts, height)
+        parts.append(svg.text(180, y + 4, name, "end"))
+        ends = f"M{across.at(low):.1f} {y}H{across.at(high):.1f}"
+        parts.append(svg.line(ends, svg.COLOURS[0], 'stroke-width="2"'))
+        parts.append(svg.dot(across.at(mean), y, svg.COLOURS[0]))
+    svg.write(file, title, parts, _WIDTH, height)
 
 
 def _axis(values: Sequence[float], begin: float, end: float) -> _Axis:
@@ -102,22 +101,8 @@ def _grid(across: _Axis, up: _Axis) -> list[str]:
     for tick in up.ticks():
         y = up.at(tick)
         colour = "#888" if abs(tick) < 1e-12 else "#ddd"
-        parts.append(f'<path stroke="{colour}" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
-        parts.append(_text(_LEFT - 8, y + 4, f"{tick:.6g}", "end"))
+        parts.append(svg.line(f"M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}", colour))
+        parts.append(svg.text(_LEFT - 8, y + 4, f"{tick:.6g}", "end"))
     for tick in across.ticks():
-        parts.append(_text(across.at(tick), _HEIGHT - _BOTTOM + 18, f"{tick:,.6g}"))
+        parts.append(svg.text(across.at(tick), _HEIGHT - _BOTTOM + 18, f"{tick:,.6g}"))
     return parts
-
-
-def _text(x: float, y: float, text: str, anchor: str = "middle", colour: str = "#222") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
-
-
-def _write(file: Path, title: str, parts: Sequence[str], height: int) -> None:
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="12">'
-    )
-    background = '<rect width="100%" height="100%" fill="white"/>'
-    heading = f'<text x="{_WIDTH / 2}" y="18" text-anchor="middle" font-size="14">{escape(title)}</text>'
-    file.write_text("\n".join([head, background, heading, *parts, "</svg>"]) + "\n", "utf-8")

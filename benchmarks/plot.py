@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
+
+import svg
 
 _WIDTH, _HEIGHT = 560, 380
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 130, 34, 46
-_COLOURS = ("#1b6ca8", "#c0392b", "#27824f", "#8e44ad", "#b9770e", "#34495e", "#0e7c7b", "#7f8c8d")
 
 # (x, y), both positive, by what is written beside the point.
 Points = Mapping[str, tuple[float, float]]
@@ -23,18 +23,11 @@ def write_panels(
     every = [point for points in kept.values() for point in points.values()]
     x_range, y_range = _range([x for x, _ in every]), _range([y for _, y in every])
     rows = math.ceil(len(kept) / columns)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="11" '
-        f'viewBox="0 0 {columns * _WIDTH} {rows * _HEIGHT + 30}">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="14" y="22" font-size="16">{escape(title)}</text>',
-    ]
+    parts: list[str] = []
     for number, (name, points) in enumerate(kept.items()):
-        place = f"translate({number % columns * _WIDTH},{number // columns * _HEIGHT + 30})"
-        parts.append(f'<g transform="{place}">')
-        parts += _panel(name, points, x_range, y_range, x_label, y_label)
-        parts.append("</g>")
-    file.write_text("\n".join([*parts, "</svg>"]) + "\n", "utf-8")
+        panel = _panel(name, points, x_range, y_range, x_label, y_label)
+        parts += svg.moved(number % columns * _WIDTH, number // columns * _HEIGHT + 30, panel)
+    svg.write(file, title, parts, columns * _WIDTH, rows * _HEIGHT + 30)
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
@@ -61,32 +54,27 @@ def _panel(
         return bottom - (math.log10(value) - y_range[0]) / (y_range[1] - y_range[0]) * (bottom - _TOP)
 
     parts = [
-        f'<text x="{_LEFT}" y="{_TOP - 10}" font-size="13">{escape(name)}</text>',
-        f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}V{_TOP}Z" fill="none" stroke="#999"/>',
-        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 10}" text-anchor="middle">{escape(x_label)}</text>',
-        f'<text transform="translate(14,{(_TOP + bottom) / 2}) rotate(-90)" text-anchor="middle">'
-        f"{escape(y_label)}</text>",
+        svg.text(_LEFT, _TOP - 10, name, "start"),
+        svg.line(f"M{_LEFT} {_TOP}V{bottom}H{right}V{_TOP}Z", "#999"),
+        svg.text((_LEFT + right) / 2, _HEIGHT - 10, x_label),
+        svg.text(14, (_TOP + bottom) / 2, y_label, turned=True),
     ]
     for value in _ticks(x_range, 2):
-        parts.append(
-            f'<path d="M{across(value):.1f} {_TOP}V{bottom}" stroke="#ddd"/>'
-            f'<text x="{across(value):.1f}" y="{bottom + 14}" text-anchor="middle">{value:g}</text>'
-        )
+        parts.append(svg.line(f"M{across(value):.1f} {_TOP}V{bottom}"))
+        parts.append(svg.text(across(value), bottom + 14, f"{value:g}"))
     for value in _ticks(y_range, 10):
-        parts.append(
-            f'<path d="M{_LEFT} {down(value):.1f}H{right}" stroke="#ddd"/>'
-            f'<text x="{_LEFT - 6}" y="{down(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
-        )
+        parts.append(svg.line(f"M{_LEFT} {down(value):.1f}H{right}"))
+        parts.append(svg.text(_LEFT - 6, down(value) + 4, f"{value:g}", "end"))
     # Labels beside their points, pushed down where they would lie on each other.
     written: list[tuple[float, float]] = []
     for number, (label, (x, y)) in enumerate(sorted(points.items(), key=lambda item: -item[1][1])):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = svg.COLOURS[number % len(svg.COLOURS)]
         left, line = across(x), down(y)
         while any(abs(left - other) < 120 and abs(line - height) < 11 for other, height in written):
             line += 2
         written.append((left, line))
-        parts.append(f'<circle cx="{left:.1f}" cy="{down(y):.1f}" r="4" fill="{colour}"/>')
-        parts.append(f'<text x="{left + 7:.1f}" y="{line + 4:.1f}" fill="{colour}">{escape(label)}</text>')
+        parts.append(svg.dot(left, down(y), colour))
+        parts.append(svg.text(left + 7, line + 4, label, "start", colour))
     return parts
 
 
