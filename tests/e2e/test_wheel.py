@@ -89,6 +89,7 @@ def test_the_wheel_holds_all_packages_and_nothing_else(wheel: Path) -> None:
     }
     for package in packages:
         assert f"{package}/py.typed" in names
+    assert "starlings_compression/kernels.c" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

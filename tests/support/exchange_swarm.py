@@ -86,6 +86,18 @@ class Swarm:
             assert not any(results)
         raise AssertionError
 
+    def owed(self) -> torch.Tensor:
+        """All that codecs have dropped on any member and still owe, as a vector in float64."""
+        owed = torch.zeros(self.vectors[0].size, dtype=torch.float64)
+        for buffers in self.buffers:
+            for _, (begin, end), residual in buffers.owed():
+                owed[begin:end] += residual.double()
+        return owed
+
+    def commit(self, step: int) -> None:
+        for buffers in self.buffers:
+            buffers.commit(step)
+
 
 def _ended(result: tuple[int, float] | None) -> tuple[int, float]:
     assert result is not None, "another pass follows"

@@ -65,6 +65,17 @@ def offer(driver: Driver, leg: Leg, pass_number: int) -> Admission:
     return answer
 
 
+def after_the_first_pass() -> Driver:
+    """A member that has all of the first pass's parts, its own too."""
+    driver = member()
+    driver.hear(opened())
+    driver.drain_device()
+    for leg in Leg:
+        offer(driver, leg, 0)
+        driver.drain_device()
+    return driver
+
+
 def test_two_passes_step_by_step() -> None:
     driver = member()
     driver.hear(opened())
@@ -145,12 +156,7 @@ def test_state_is_summed_up_once() -> None:
 
 
 def test_a_new_attempt_begins_with_the_first_pass() -> None:
-    driver = member()
-    driver.hear(opened())
-    driver.drain_device()
-    for leg in Leg:
-        offer(driver, leg, 0)
-        driver.drain_device()
+    driver = after_the_first_pass()
     offer(driver, Leg.CONTRIBUTION, 1)
     driver.hear(StepRestarted(0, 1, "somebody left"))
     driver.drain_device()
@@ -164,12 +170,7 @@ def test_a_new_attempt_begins_with_the_first_pass() -> None:
 
 
 def test_a_peer_that_goes_silent_between_the_passes_fails_the_round_in_time() -> None:
-    driver = member()
-    driver.hear(opened())
-    driver.drain_device()
-    for leg in Leg:
-        offer(driver, leg, 0)
-        driver.drain_device()
+    driver = after_the_first_pass()
     for leg, header in ((Leg.CONTRIBUTION, part(0, 0)), (Leg.AGGREGATE, part(1, 0))):
         driver.handle(PartSent(leg, header, A))
     driver.tick(10.1)

@@ -59,8 +59,7 @@ def test_error_feedback_makes_a_lossy_mean_right_over_time():
             vector.gradient.copy_(gradient)
         swarm.exchange([1.0] * 3, [1 / 3] * 3, step)
         total += swarm.vectors[0].gradient
-        for buffers in swarm.buffers:
-            buffers.commit(step)
+        swarm.commit(step)
     one_round = float(sum(g.abs().max() for g in gradients)) / 127
     assert float((total / rounds - sum(gradients)).abs().max()) < one_round / 5
 

@@ -40,20 +40,6 @@ def _filled(swarm: Swarm, seed: int) -> torch.Tensor:
     return sum(v.gradient.double() for v in swarm.vectors)
 
 
-def _dropped(swarm: Swarm) -> torch.Tensor:
-    """All that is still owed, as a vector."""
-    owed = torch.zeros(swarm.vectors[0].size, dtype=torch.float64)
-    for buffers in swarm.buffers:
-        for _, (begin, end), residual in buffers.owed():
-            owed[begin:end] += residual.double()
-    return owed
-
-
-def _commit(swarm: Swarm, step: int) -> None:
-    for buffers in swarm.buffers:
-        buffers.commit(step)
-
-
 @pytest.mark.parametrize("codec", SPECS)
 def test_what_was_decoded_and_what_is_owed_add_up_to_all_inputs(codec: str):
     """On all members alike, with another cut in every round, and a member that has nothing to contribute."""
@@ -72,12 +58,12 @@ def test_what_was_decoded_and_what_is_owed_add_up_to_all_inputs(codec: str):
         got += swarm.vectors[0].gradient.double()
         for vector in swarm.vectors:
             assert torch.equal(vector.gradient, swarm.vectors[0].gradient)
-        _commit(swarm, step)
+        swarm.commit(step)
         # An owner's residual of elements that it owns no more is lost; contributions' are not.
         if step == 0:
-            torch.testing.assert_close(got + _dropped(swarm), given_, rtol=0, atol=1e-3)
+            torch.testing.assert_close(got + swarm.owed(), given_, rtol=0, atol=1e-3)
     scale = float(given_.abs().max())
-    owed = _dropped(swarm)
+    owed = swarm.owed()
     lost = float((got + owed - given_).abs().max())
     # What owners dropped, in int8 or better, of cuts that moved away.
     assert lost < 0.03 * scale, f"{codec}: {lost} of {scale} is lost"
@@ -88,8 +74,8 @@ def test_the_union_of_sparse_contributions_comes_back_whole():
     total = _filled(swarm, 1)
     swarm.exchange([1.0] * 3, [0.5, 0.5, 0.0])
     # What came back plus what contributors kept is everything: owners dropped nothing.
-    _commit(swarm, 0)
-    torch.testing.assert_close(swarm.vectors[0].gradient.double() + _dropped(swarm), total, rtol=0, atol=1e-4)
+    swarm.commit(0)
+    torch.testing.assert_close(swarm.vectors[0].gradient.double() + swarm.owed(), total, rtol=0, atol=1e-4)
     assert 64 * 2 < int(swarm.vectors[0].gradient.count_nonzero()) <= 3 * 64 * 2
 
 
@@ -115,7 +101,7 @@ def test_attempts_that_were_given_up_leave_no_trace(codec: str, seed: int, failu
             results = tried.exchange([1.0, 1.0], [0.5, 0.5], step)
         assert results == calm.exchange([1.0, 1.0], [0.5, 0.5], step)
         for swarm in (tried, calm):
-            _commit(swarm, step)
+            swarm.commit(step)
 
 
 def test_a_newcomer_replays_what_travelled_in_the_return_codec():

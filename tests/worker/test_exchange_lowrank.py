@@ -36,19 +36,6 @@ def _fill(swarm: Swarm, seed: int) -> torch.Tensor:
     return sum((v.gradient.double() for v in swarm.vectors), torch.zeros(SIZE, dtype=torch.float64))
 
 
-def _owed(swarm: Swarm) -> torch.Tensor:
-    owed = torch.zeros(SIZE, dtype=torch.float64)
-    for buffers in swarm.buffers:
-        for _, (begin, end), residual in buffers.owed():
-            owed[begin:end] += residual.double()
-    return owed
-
-
-def _commit(swarm: Swarm, step: int) -> None:
-    for buffers in swarm.buffers:
-        buffers.commit(step)
-
-
 def _power_sgd(matrix: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Vogels 2019, algorithm 1, of one matrix (here: of the sum): (P Q^T, Q)."""
     p = matrix @ q
@@ -77,10 +64,10 @@ def test_an_exchange_is_power_sgd_on_the_sum_of_gradients_and_errors():
             expected[part] = found.reshape(-1)
         error = total - expected
         swarm.exchange([1.0] * 3, [0.5, 0.3, 0.2], step)
-        _commit(swarm, step)
+        swarm.commit(step)
         for vector in swarm.vectors:
             torch.testing.assert_close(vector.gradient.double(), expected, rtol=0, atol=2e-4)
-        torch.testing.assert_close(_owed(swarm), error, rtol=0, atol=2e-4)
+        torch.testing.assert_close(swarm.owed(), error, rtol=0, atol=2e-4)
 
 
 @settings(max_examples=15, deadline=None)
@@ -105,8 +92,8 @@ def test_what_was_decoded_and_what_is_owed_add_up_to_all_inputs(
         got += swarm.vectors[0].gradient.double()
         for vector in swarm.vectors:
             assert torch.equal(vector.gradient, swarm.vectors[0].gradient)
-        _commit(swarm, step)
-    torch.testing.assert_close(got + _owed(swarm), given_, rtol=0, atol=2e-4)
+        swarm.commit(step)
+    torch.testing.assert_close(got + swarm.owed(), given_, rtol=0, atol=2e-4)
 
 
 def test_what_factors_would_not_make_smaller_is_summed_up_exactly():
@@ -151,8 +138,8 @@ def test_attempts_that_were_given_up_leave_no_trace():
         results = tried.exchange([1.0, 1.0], [0.5, 0.5], step, attempt=2)
         assert results == calm.exchange([1.0, 1.0], [0.5, 0.5], step)
         for swarm in (tried, calm):
-            _commit(swarm, step)
-    assert torch.equal(_owed(tried), _owed(calm))
+            swarm.commit(step)
+    assert torch.equal(tried.owed(), calm.owed())
 
 
 def test_alone_the_gradient_stays_as_it_is():
@@ -173,7 +160,7 @@ def test_a_newcomer_replays_the_factors_and_begins_with_them():
         results = swarm.exchange([1.0, 1.0], [0.5, 0.5], step)
         assert newcomer.buffers[0].replay(swarm.buffers[1].updates(step)) == {GROUP: results[0][0]}
         assert torch.equal(newcomer.vectors[0].gradient, swarm.vectors[0].gradient)
-        _commit(swarm, step)
+        swarm.commit(step)
     # From here on it is one of them: all begin with the same Q.
     old, new = (b._rounds[GROUP]._warm for b in (swarm.buffers[0], newcomer.buffers[0]))
     assert len(old) == len(new) == len(MATRICES)
@@ -186,16 +173,16 @@ def test_members_that_begin_with_different_factors_still_agree_and_lose_nothing(
     total = _fill(swarm, 0)
     swarm.exchange([1.0, 1.0], [0.5, 0.5])
     got = swarm.vectors[0].gradient.double()
-    _commit(swarm, 0)
-    owed = _owed(swarm)
+    swarm.commit(0)
+    owed = swarm.owed()
     swarm.buffers[1]._rounds[GROUP]._warm = ()
     total += _fill(swarm, 1)
     assert len(set(swarm.exchange([1.0, 1.0], [0.5, 0.5], 1))) == 1
     got += swarm.vectors[0].gradient.double()
     assert torch.equal(swarm.vectors[0].gradient, swarm.vectors[1].gradient)
-    _commit(swarm, 1)
-    assert not torch.equal(_owed(swarm), owed)
-    torch.testing.assert_close(got + _owed(swarm), total, rtol=0, atol=2e-4)
+    swarm.commit(1)
+    assert not torch.equal(swarm.owed(), owed)
+    torch.testing.assert_close(got + swarm.owed(), total, rtol=0, atol=2e-4)
 
 
 def test_what_is_needed_of_the_first_pass_is_there_in_the_second():
@@ -333,15 +320,15 @@ def test_nothing_is_kept_after_a_step_but_what_is_owed():
     for step in range(4):
         _fill(swarm, step)
         swarm.exchange([1.0, 1.0], [0.5, 0.5], step)
-        _commit(swarm, step)
+        swarm.commit(step)
         for buffers in swarm.buffers:
             assert not buffers._open
             assert not buffers._arrived
-    assert _owed(swarm).any()
+    assert swarm.owed().any()
     group = swarm.group([0.5, 0.5], [0.5, 0.5])
     swarm.open(group, step=9, state=True)
     swarm.contribute(group, step=9)
     assert None not in swarm.aggregate(group, step=9)
     for buffers in swarm.buffers:
         buffers.adopt()
-    assert not _owed(swarm).any()
+    assert not swarm.owed().any()
