@@ -27,6 +27,7 @@ from starlings_compression.sizes import block_size
 from starlings_compression.spec import CodecSpec
 from starlings_compression.state import CodecState
 from starlings_compression.tensors import DATA_TYPES, TORCH_TYPES, chunk_elements, data_type_of, view
+from starlings_compression.terms import Term
 
 # Below the smallest normal number machines disagree (some flush to zero), so scales never go there.
 SMALLEST_NORMAL = 2.0**-126
@@ -82,6 +83,10 @@ class BlockCodec(Codec):
         """Writes whole blocks by compiled code, if there is any; returns their peak. With a correction `flat` is still
         to be filled, and receives the errors.
         """
+        return None
+
+    def term(self, weight: float, scales: torch.Tensor, packed: torch.Tensor) -> Term | None:
+        """Codes on the host as a summand, where compiled code can add them up."""
         return None
 
     def read_compiled(self, scales: torch.Tensor, packed: torch.Tensor, into: torch.Tensor) -> bool:
@@ -219,7 +224,7 @@ class BlockCodec(Codec):
         # type's range.
         largest = min(torch.finfo(TORCH_TYPES[form.data_type]).max, FLOAT32_MAX)
         bound = largest if largest_scale * largest_code > largest else None
-        return _BlockReader(self, packed_scales.to(device), scales.to(device), codes.to(device), means, bound)
+        return BlockReader(self, packed_scales.to(device), scales.to(device), codes.to(device), means, bound)
 
     def _plain_levels(self) -> torch.Tensor:
         """What each code stands for without means, in units of the scale."""
@@ -322,12 +327,14 @@ class Correction:
             self._scratch = torch.empty(stop - start, dtype=torch.float32, device=self.error.device)
         decoded = self._scratch[: stop - start]
         bound = FLOAT32_MAX if float(scales.max()) * self._codec.largest_code > FLOAT32_MAX else None
-        reader = _BlockReader(self._codec, scales, scales.to(torch.float32), codes, None, bound)
+        reader = BlockReader(self._codec, scales, scales.to(torch.float32), codes, None, bound)
         reader.read(0, stop - start, decoded)
         self.error[start:stop].sub_(decoded)
 
 
-class _BlockReader:
+class BlockReader:
+    """What blocks of codes stand for."""
+
     def __init__(
         self,
         codec: BlockCodec,
@@ -344,6 +351,12 @@ class _BlockReader:
         self._means = means
         self._bound = bound
         self.granularity = codec.block
+
+    def term(self, weight: float) -> Term | None:
+        """All of it as a summand, where compiled code can add it up."""
+        if self._means is not None or self._codes.device.type != "cpu":
+            return None
+        return self._codec.term(weight, self._packed_scales, self._codes)
 
     def read(self, start: int, stop: int, into: torch.Tensor) -> None:
         values = into if into.dtype == torch.float32 else torch.empty_like(into, dtype=torch.float32)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -30,6 +30,7 @@ from starlings_compression.sizes import SizeEstimate, packed_bytes, plain_sectio
 from starlings_compression.spec import CodecSpec, parse_spec
 from starlings_compression.state import CodecState
 from starlings_compression.tensors import TORCH_TYPES, chunk_elements, data_type_of
+from starlings_compression.terms import Term
 
 Buffer = Packed
 
@@ -56,6 +57,11 @@ class Source(Protocol):
 
     def read(self, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
         """Elements start..stop (flat), in `into` or elsewhere; `stop` too is a multiple of it, or the end."""
+
+    def terms(self) -> Sequence[Term]:
+        """What it is the weighted sum of, added up in this order, each rounded alone; nothing where that cannot be
+        said. Values that are not finite need not be known yet: `read` refuses them.
+        """
 
 
 class Codec(ABC):

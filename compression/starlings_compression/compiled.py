@@ -19,12 +19,13 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from starlings_compression.spec import CodecSpec, parse_spec
+from starlings_compression.terms import Term
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 _COMPILE_LIMIT_S = 60.0
@@ -33,6 +34,10 @@ FOLDED_ELEMENTS = 16
 _COMPILERS = ("cc", "gcc", "clang", "g++", "clang++")
 # Every operation rounded alone, as torch does it.
 _FLAGS = ("-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-x", "c")
+
+
+class _TermOfC(ctypes.Structure):
+    _fields_ = (("values", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("weight", ctypes.c_float))
 
 
 class Kernels:
@@ -45,9 +50,12 @@ class Kernels:
         self._block = block
         self._encode = library.encode_int8
         self._encode.argtypes, self._encode.restype = [pointer] * 3 + [size] * 2, ctypes.c_uint32
-        self._encode_with_error = library.encode_int8_with_error
-        self._encode_with_error.argtypes = [pointer] * 5 + [size] * 2
-        self._encode_with_error.restype = ctypes.c_uint32
+        self._encode_of_sum = library.encode_int8_of_sum
+        self._encode_of_sum.argtypes = [pointer, size, *[pointer] * 4, *[size] * 2]
+        self._encode_of_sum.restype = ctypes.c_uint32
+        self._decode_folded = library.decode_int8_folded
+        self._decode_folded.argtypes = [*[pointer] * 4, *[size] * 3, *[pointer] * 2]
+        self._decode_folded.restype = None
         self._decode = library.decode_int8
         self._decode.argtypes, self._decode.restype = [pointer] * 3 + [size] * 2, None
         self._fold = library.fold_words
@@ -67,9 +75,38 @@ class Kernels:
         error: torch.Tensor,
     ) -> float:
         """`encode` of values + residual; `error` receives what that drops."""
+        return self.encode_of_sum([Term(1.0, values)], residual, scales, codes, error)
+
+    def encode_of_sum(
+        self,
+        terms: Sequence[Term],
+        residual: torch.Tensor | None,
+        scales: torch.Tensor,
+        codes: torch.Tensor,
+        error: torch.Tensor,
+    ) -> float:
+        """`encode_with_error` of the weighted sum of terms, at least one; codes among them are in this block size."""
+        summands = (_TermOfC * len(terms))()
+        for place, term in zip(summands, terms, strict=True):
+            place.values, place.weight = term.values.data_ptr(), term.weight
+            place.scales = None if term.scales is None else term.scales.data_ptr()
         old = 0 if residual is None else residual.data_ptr()
-        pointers = values.data_ptr(), old, scales.data_ptr(), codes.data_ptr(), error.data_ptr()
-        return _from_bits(self._encode_with_error(*pointers, *self._shape(values)))
+        pointers = old, scales.data_ptr(), codes.data_ptr(), error.data_ptr()
+        bits = self._encode_of_sum(ctypes.addressof(summands), len(terms), *pointers, *self._shape(error))
+        return _from_bits(bits)
+
+    def decode_folded(
+        self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[list[int], list[float]]:
+        """`decode`, and `fold` of each piece of `out` that is as long as `weights`: a multiple of the block, as `out`
+        is one of it.
+        """
+        chunks, count = out.numel() // weights.numel(), weights.numel()
+        sums, squares = (ctypes.c_uint64 * chunks)(), (ctypes.c_double * chunks)()
+        pointers = scales.data_ptr(), codes.data_ptr(), out.data_ptr(), weights.data_ptr()
+        results = ctypes.addressof(sums), ctypes.addressof(squares)
+        self._decode_folded(*pointers, chunks, count, self._block, *results)
+        return list(sums), list(squares)
 
     def decode(self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor) -> None:
         self._decode(scales.data_ptr(), codes.data_ptr(), out.data_ptr(), *self._shape(out))
@@ -212,7 +249,33 @@ def _gives_the_same_bits(kernels: Kernels, block: int, values: torch.Tensor) -> 
         kernels.encode_with_error(half, residual, scales, codes, error)
         if not (buffer.endswith(body()) and _equal(error, wanted)):
             return False
-    return True
+        # The same as a sum: of a tensor and nothing, and of what was encoded above and a tensor, both weighted.
+        nothing = Term(0.25, torch.zeros_like(half))
+        kernels.encode_of_sum([Term(1.0, half), nothing], residual, scales, codes, error)
+        if not (buffer.endswith(body()) and _equal(error, wanted)):
+            return False
+        packed, plain = Term(0.3, codes.clone(), scales.clone(), block), Term(0.1, other)
+        kernels.decode(scales, codes, decoded)
+        for terms, summed in (
+            ([packed, plain], decoded * 0.3 + other * 0.1),
+            ([plain, packed], other * 0.1 + decoded * 0.3),
+        ):
+            codec.encode_with_error(summed, buffer, wanted, residual=residual)
+            kernels.encode_of_sum(terms, residual, scales, codes, error)
+            if not (buffer.endswith(body()) and _equal(error, wanted)):
+                return False
+    return _folds_what_it_decodes(kernels, block, scales, codes)
+
+
+def _folds_what_it_decodes(kernels: Kernels, block: int, scales: torch.Tensor, codes: torch.Tensor) -> bool:
+    if block % FOLDED_ELEMENTS:
+        return True
+    plain, folded = (torch.empty(codes.numel()) for _ in range(2))
+    weights = torch.arange(codes.numel() // 4, dtype=torch.int32) * 0x5BD1E995 | 1
+    kernels.decode(scales, codes, plain)
+    found = kernels.decode_folded(scales, codes, folded, weights)
+    wanted = [kernels.fold(piece, weights) for piece in plain.view(4, -1)]
+    return _equal(plain, folded) and list(zip(*found, strict=True)) == wanted
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

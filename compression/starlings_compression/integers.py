@@ -9,6 +9,7 @@ import torch
 from starlings_compression.blocks import BFLOAT16_MAX, SMALLEST_NORMAL, BlockCodec, Correction, Workspace
 from starlings_compression.compiled import int8_kernels
 from starlings_compression.packing import pack, unpack
+from starlings_compression.terms import Term
 
 # Of a computed source at once: small enough for a core's own cache.
 _SOURCE_ELEMENTS = 1 << 16
@@ -45,21 +46,29 @@ class Int8Codec(BlockCodec):
             if values.dtype != torch.float32:
                 return None
             return kernels.encode_with_error(values, correction.residual, scales, codes, flat)
+        residual = correction.residual
+        terms = values.terms()
+        if terms and all(term.scales is None or term.block == self.block for term in terms):
+            peak = kernels.encode_of_sum(terms, residual, scales, codes, flat)
+            if math.isfinite(peak):
+                return peak
+            # Once more, piece by piece: the source may say whose values were not finite.
         # Computed chunk by chunk, in memory apart from the errors'.
         step = min(max(_SOURCE_ELEMENTS // self.block, 1) * self.block, flat.numel())
         scratch, worst = torch.empty(step), 0.0
         for start in range(0, flat.numel(), step):
             stop = min(start + step, flat.numel())
             chunk = values.read(start, stop, scratch[: stop - start])
-            residual = None if correction.residual is None else correction.residual[start:stop]
+            old = None if residual is None else residual[start:stop]
             blocks = slice(start // self.block, stop // self.block)
-            peak = kernels.encode_with_error(
-                chunk, residual, scales[blocks], codes[start:stop], flat[start:stop]
-            )
+            peak = kernels.encode_with_error(chunk, old, scales[blocks], codes[start:stop], flat[start:stop])
             if not math.isfinite(peak):
                 return peak
             worst = max(worst, peak)
         return worst
+
+    def term(self, weight: float, scales: torch.Tensor, packed: torch.Tensor) -> Term | None:
+        return Term(weight, packed, scales, self.block)
 
     def read_compiled(self, scales: torch.Tensor, packed: torch.Tensor, into: torch.Tensor) -> bool:
         kernels = int8_kernels(self.block)

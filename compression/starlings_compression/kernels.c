@@ -23,61 +23,112 @@ static inline float bounded(float value) {
     return value < -LARGEST ? -LARGEST : value;
 }
 
-/* Scale and codes of one block; returns the bits of its peak. As whole numbers, bits of magnitudes are in the order of the
- * magnitudes, and those of infinities and NaN are above all others.
+/* As a whole number, so that NaN counts: bits of magnitudes are in the order of the magnitudes, and those of infinities and
+ * NaN are above all others.
  */
-static inline uint32_t encode_block(const float *restrict values, uint16_t *scale_out, int8_t *restrict codes,
-                                    float *scale_used, size_t block) {
-    uint32_t peak = 0;
-    for (size_t i = 0; i < block; i++) {
-        uint32_t magnitude = as_bits(values[i]) & 0x7fffffffu;
-        peak = magnitude > peak ? magnitude : peak;
-    }
+static inline uint32_t larger(uint32_t peak, float value) {
+    uint32_t magnitude = as_bits(value) & 0x7fffffffu;
+    return magnitude > peak ? magnitude : peak;
+}
+
+/* The scale of a block with that peak, which also goes to `out` as bfloat16. */
+static inline float scale_of(uint32_t peak, uint16_t *out) {
     float wide = as_float(peak) / 127.0f;
     wide = wide < SMALLEST_NORMAL ? SMALLEST_NORMAL : wide;
     uint32_t rounded = as_bits(wide);
     rounded = (rounded + (0x7fffu + ((rounded >> 16) & 1u))) & 0xffff0000u;
-    *scale_out = (uint16_t)(rounded >> 16);
-    *scale_used = as_float(rounded);
-    float inverse = 1.0f / as_float(rounded);
-    for (size_t i = 0; i < block; i++) {
-        float code = values[i] * inverse;
-        code = (code + ROUNDING) - ROUNDING;
-        codes[i] = (int8_t)(int32_t)code;
-    }
-    return peak;
+    *out = (uint16_t)(rounded >> 16);
+    return as_float(rounded);
 }
+
+static inline float code_of(float value, float inverse) { return (value * inverse + ROUNDING) - ROUNDING; }
 
 /* int8 of values. Returns the bits of the largest peak. */
 uint32_t encode_int8(const float *restrict values, uint16_t *restrict scales, int8_t *restrict codes, size_t blocks,
                      size_t block) {
     uint32_t worst = 0;
-    float scale;
     for (size_t b = 0; b < blocks; b++) {
-        uint32_t peak = encode_block(values + b * block, scales + b, codes + b * block, &scale, block);
+        const float *source = values + b * block;
+        int8_t *numbers = codes + b * block;
+        uint32_t peak = 0;
+        for (size_t i = 0; i < block; i++) peak = larger(peak, source[i]);
         worst = peak > worst ? peak : worst;
+        float inverse = 1.0f / scale_of(peak, scales + b);
+        for (size_t i = 0; i < block; i++) numbers[i] = (int8_t)(int32_t)code_of(source[i], inverse);
     }
     return worst;
 }
 
-/* int8 of values + residual (none where it is NULL); `error` receives what that drops. */
-uint32_t encode_int8_with_error(const float *restrict values, const float *restrict residual, uint16_t *restrict scales,
-                                int8_t *restrict codes, float *restrict error, size_t blocks, size_t block) {
+/* One summand of a sum: codes with a scale per block, or plain floats where `scales` is NULL. */
+struct term {
+    const void *values;
+    const uint16_t *scales;
+    float weight;
+};
+
+/* Writes block `b` of a term to `out`, or adds it. A weight of 1 changes no bit. */
+static inline void take_block(const struct term *term, size_t b, float *restrict out, size_t block, int add) {
+    float weight = term->weight;
+    if (term->scales == NULL) {
+        const float *values = (const float *)term->values + b * block;
+        if (add) for (size_t i = 0; i < block; i++) out[i] += values[i] * weight;
+        else for (size_t i = 0; i < block; i++) out[i] = values[i] * weight;
+        return;
+    }
+    const int8_t *codes = (const int8_t *)term->values + b * block;
+    float scale = as_float((uint32_t)term->scales[b] << 16);
+    if (scale > LARGEST / 128.0f) {
+        for (size_t i = 0; i < block; i++) {
+            float value = bounded((float)codes[i] * scale) * weight;
+            out[i] = add ? out[i] + value : value;
+        }
+    } else if (add) {
+        for (size_t i = 0; i < block; i++) out[i] += (float)codes[i] * scale * weight;
+    } else {
+        for (size_t i = 0; i < block; i++) out[i] = (float)codes[i] * scale * weight;
+    }
+}
+
+/* int8 of the weighted sum of at least one term, added up in their order, plus a residual (none where it is NULL); `error`
+ * receives what that drops.
+ */
+uint32_t encode_int8_of_sum(const struct term *terms, size_t count, const float *restrict residual,
+                            uint16_t *restrict scales, int8_t *restrict codes, float *restrict error, size_t blocks,
+                            size_t block) {
     uint32_t worst = 0;
-    float scale;
+    int plain = count == 1 && terms[0].scales == NULL && terms[0].weight == 1.0f;
     for (size_t b = 0; b < blocks; b++) {
-        const float *source = values + b * block;
         float *dropped = error + b * block;
         int8_t *numbers = codes + b * block;
+        const float *sum = plain ? (const float *)terms[0].values + b * block : dropped;
+        if (!plain) for (size_t t = 0; t < count; t++) take_block(terms + t, b, dropped, block, t > 0);
+        uint32_t peak = 0;
         if (residual == NULL) {
-            memcpy(dropped, source, block * sizeof(float));
+            for (size_t i = 0; i < block; i++) peak = larger(peak, sum[i]);
         } else {
             const float *added = residual + b * block;
-            for (size_t i = 0; i < block; i++) dropped[i] = source[i] + added[i];
+            for (size_t i = 0; i < block; i++) {
+                float corrected = sum[i] + added[i];
+                peak = larger(peak, corrected);
+                dropped[i] = corrected;
+            }
+            sum = dropped;
         }
-        uint32_t peak = encode_block(dropped, scales + b, numbers, &scale, block);
         worst = peak > worst ? peak : worst;
-        for (size_t i = 0; i < block; i++) dropped[i] -= bounded((float)numbers[i] * scale);
+        float scale = scale_of(peak, scales + b), inverse = 1.0f / scale;
+        if (scale > LARGEST / 128.0f) {
+            for (size_t i = 0; i < block; i++) {
+                float code = code_of(sum[i], inverse);
+                numbers[i] = (int8_t)(int32_t)code;
+                dropped[i] = sum[i] - bounded(code * scale);
+            }
+        } else {
+            for (size_t i = 0; i < block; i++) {
+                float code = code_of(sum[i], inverse);
+                numbers[i] = (int8_t)(int32_t)code;
+                dropped[i] = sum[i] - code * scale;
+            }
+        }
     }
     return worst;
 }
@@ -93,29 +144,60 @@ void decode_int8(const uint16_t *restrict scales, const int8_t *restrict codes, 
     }
 }
 
+/* As vectors of 32 bytes by hand: left to itself a compiler keeps such sums apart only under fast math. */
+struct folded {
+    pairs_of_words sums[2];
+    four_doubles norms[4];
+};
+
+static inline void fold(struct folded *state, const void *restrict words, const uint32_t *restrict weights, size_t count) {
+    for (size_t i = 0; i < count; i += 16) {
+        const char *at = (const char *)words + 4 * i;
+        for (int j = 0; j < 2; j++) {
+            eight_words some, factors;
+            memcpy(&some, at + 32 * j, sizeof some);
+            memcpy(&factors, weights + i + 8 * j, sizeof factors);
+            state->sums[j] += (pairs_of_words)(some * factors);
+        }
+        for (int j = 0; j < 4; j++) {
+            four_floats values;
+            memcpy(&values, at + 16 * j, sizeof values);
+            four_doubles wide = __builtin_convertvector(values, four_doubles);
+            state->norms[j] += wide * wide;
+        }
+    }
+}
+
+static inline uint64_t finish(const struct folded *state, double *squares) {
+    pairs_of_words sum = state->sums[0] + state->sums[1];
+    four_doubles norm = (state->norms[0] + state->norms[1]) + (state->norms[2] + state->norms[3]);
+    *squares = (norm[0] + norm[1]) + (norm[2] + norm[3]);
+    return sum[0] + sum[1] + sum[2] + sum[3];
+}
+
 /* Adds up words that are multiplied by a weight each, modulo 2^32, as pairs modulo 2^64; returns the sum. `squares` receives
  * the sum of squares of the words as floats. `count` is a multiple of 16.
  */
 uint64_t fold_words(const uint32_t *restrict words, const uint32_t *restrict weights, size_t count, double *squares) {
-    /* As vectors of 32 bytes by hand: left to itself a compiler keeps such sums apart only under fast math. */
-    pairs_of_words sums[2] = {{0}, {0}};
-    four_doubles norms[4] = {{0}, {0}, {0}, {0}};
-    for (size_t i = 0; i < count; i += 16) {
-        for (int j = 0; j < 2; j++) {
-            eight_words some, factors;
-            memcpy(&some, words + i + 8 * j, sizeof some);
-            memcpy(&factors, weights + i + 8 * j, sizeof factors);
-            sums[j] += (pairs_of_words)(some * factors);
+    struct folded state = {0};
+    fold(&state, words, weights, count);
+    return finish(&state, squares);
+}
+
+/* decode_int8 of `chunks` pieces of `count` elements, and fold_words of each of them: as long as a block of it is in the
+ * innermost cache. `block` is a multiple of 16 and divides `count`.
+ */
+void decode_int8_folded(const uint16_t *restrict scales, const int8_t *restrict codes, float *restrict out,
+                        const uint32_t *restrict weights, size_t chunks, size_t count, size_t block,
+                        uint64_t *restrict sums, double *restrict squares) {
+    for (size_t c = 0; c < chunks; c++) {
+        struct folded state = {0};
+        for (size_t start = 0; start < count; start += block) {
+            size_t first = c * count + start;
+            float scale = as_float((uint32_t)scales[first / block] << 16);
+            for (size_t i = 0; i < block; i++) out[first + i] = bounded((float)codes[first + i] * scale);
+            fold(&state, out + first, weights + start, block);
         }
-        for (int j = 0; j < 4; j++) {
-            four_floats values;
-            memcpy(&values, words + i + 4 * j, sizeof values);
-            four_doubles wide = __builtin_convertvector(values, four_doubles);
-            norms[j] += wide * wide;
-        }
+        sums[c] = finish(&state, squares + c);
     }
-    pairs_of_words sum = sums[0] + sums[1];
-    four_doubles norm = (norms[0] + norms[1]) + (norms[2] + norms[3]);
-    *squares = (norm[0] + norm[1]) + (norm[2] + norm[3]);
-    return sum[0] + sum[1] + sum[2] + sum[3];
 }

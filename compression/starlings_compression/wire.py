@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import torch
 
+from starlings_compression.blocks import BlockReader
 from starlings_compression.codec import Buffer, Codec, Reader
 from starlings_compression.errors import CodecError
 from starlings_compression.exact import checked_values
 from starlings_compression.layout import DIMENSION_LIMIT, DataType, Form, check_size
 from starlings_compression.tensors import TORCH_TYPES, data_type_of, is_finite, view
+from starlings_compression.terms import Term
 
 
 def to_wire(codec: Codec, tensor: torch.Tensor, *, name: str = "tensor") -> memoryview:
@@ -72,8 +74,11 @@ def from_wire(
 class WireReader:
     """The values of one announced tensor, piece by piece, for work that stays in a processor's cache."""
 
-    def __init__(self, reader: Reader | None, values: torch.Tensor | None, device: torch.device) -> None:
+    def __init__(
+        self, reader: Reader | None, values: torch.Tensor | None, data_type: DataType, device: torch.device
+    ) -> None:
         self._reader = reader
+        self._data_type = data_type
         self._values = values
         self._device = device
         # Pieces begin at multiples of this many elements.
@@ -83,6 +88,14 @@ class WireReader:
     def checked(self) -> bool:
         """Whether all values are known to be finite. Those of `exact` are not looked at: whoever reads them does."""
         return self._reader is not None
+
+    def term(self, weight: float) -> Term | None:
+        """All of it as a summand of float32 values, where code that adds up in one pass can take it."""
+        if self._device.type != "cpu" or self._data_type is not DataType.FLOAT32:
+            return None
+        if isinstance(self._reader, BlockReader):
+            return self._reader.term(weight)
+        return None if self._values is None else Term(weight, self._values)
 
     def read(self, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
         """Elements start..stop: in the bytes themselves where they are raw (do not change them), else in `scratch`, a
@@ -112,13 +125,19 @@ def open_wire(
     """
     form = _announced(data_type, shape, limit_bytes)
     if codec.spec.raw:
-        return WireReader(None, view(_raw(data, form), TORCH_TYPES[form.data_type]), device)
+        values = view(_raw(data, form), TORCH_TYPES[form.data_type])
+        return WireReader(None, values, form.data_type, device)
     found, reader = codec.open(data, form.decoded_bytes, device)
     if found != form:
         raise CodecError(
             f"{found.data_type.name} of shape {found.shape}, announced as {form.data_type.name} of {shape}"
         )
-    return WireReader(reader, None, device)
+    return WireReader(reader, None, form.data_type, device)
+
+
+def plain_reader(values: torch.Tensor) -> WireReader:
+    """As `open_wire`, of values that never travelled: flat, contiguous, not checked."""
+    return WireReader(None, values, data_type_of(values, "values"), values.device)
 
 
 def _announced(data_type: int, shape: tuple[int, ...], limit_bytes: int) -> Form:

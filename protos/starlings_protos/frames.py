@@ -24,6 +24,7 @@ from google.protobuf.message import Message
 from starlings_compression.errors import SpecError
 from starlings_compression.sizes import size_estimate
 from starlings_protos import convert, data_pb2
+from starlings_protos.buffers import Arriving
 from starlings_protos.errors import RefusedError
 from starlings_protos.messages import ExchangeHeader, MicrobatchHeader, Refusal
 from starlings_protos.pair_messages import PairHeader
@@ -217,7 +218,7 @@ class Body:
         self._sizes = [tensor.byte_count for tensor in header.tensors]
         self._missing = sum(self._sizes)
         # They grow with what arrives: a header alone costs nothing, whatever it promises.
-        self._buffers = [bytearray() for _ in self._sizes]
+        self._buffers = [Arriving(size) for size in self._sizes]
         self._current = 0
         self._ended = False
 
@@ -243,17 +244,15 @@ class Body:
         view = memoryview(chunk)
         while view:
             buffer = self._buffers[self._current]
-            room = self._sizes[self._current] - len(buffer)
-            buffer += view[:room]
-            view = view[room:]
-            if len(buffer) == self._sizes[self._current]:
+            view = view[buffer.add(view) :]
+            if not buffer.missing_bytes:
                 self._current += 1
 
     def finish(self) -> list[memoryview]:
         """The tensors' bytes, at the end of the stream. Raises FrameError when some are missing."""
         if self._missing:
             raise FrameError(f"the transfer ended {self._missing} bytes early")
-        return [memoryview(buffer) for buffer in self._buffers]
+        return [buffer.view() for buffer in self._buffers]
 
 
 def subject_of(header: data_pb2.Header) -> Subject:

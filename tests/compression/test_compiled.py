@@ -15,6 +15,9 @@ from starlings_compression import compiled
 from starlings_compression.codec import make_codec
 from starlings_compression.errors import CodecError
 from starlings_compression.feedback import ErrorFeedback
+from starlings_compression.layout import DataType
+from starlings_compression.terms import Term
+from starlings_compression.wire import open_wire, plain_reader
 
 needs_a_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang", "g++", "clang++"))), reason="needs a C compiler"
@@ -55,10 +58,10 @@ def test_a_compiler_that_fails_is_told_and_nothing_is_used(
     [
         ("#define ROUNDING 12582912.0f", "#define ROUNDING 6291456.0f"),
         ("0x7fffu", "0x8000u"),
-        (
-            "(float)numbers[i] * scale);\n    }\n    return worst",
-            "(float)numbers[i]);\n    }\n    return worst",
-        ),
+        ("dropped[i] = sum[i] - code * scale;", "dropped[i] = sum[i] - code;"),
+        ("dropped, block, t > 0);", "dropped, block, t > 1);"),
+        ("out[i] += (float)codes[i] * scale * weight;", "out[i] += (float)codes[i] * scale;"),
+        ("fold(&state, out + first, weights + start, block);", "fold(&state, out + first, weights, block);"),
         ("0xffff0000u", "0xffffff00u"),
     ],
 )
@@ -129,3 +132,57 @@ def test_the_compiler_cannot_hang_forever(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(subprocess, "run", never)
     assert "TimeoutExpired" in (compiled.prepare("int8:64") or "")
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("count", [64 * 20, 64 * 20 + 7])
+def test_a_sum_that_is_encoded_at_once_gives_the_bits_of_one_that_is_computed_first(count: int) -> None:
+    """Plain values and codes in any order, weighted; and values that are not finite are refused by who reads them."""
+    codec = make_codec("int8:64")
+    tensors = [normal(count, seed=seed) * 3.0**seed for seed in range(3)]
+    packed = codec.encode(tensors[1])
+    size = 4 * count
+
+    class Sum:
+        shape, device, granularity = (count,), torch.device("cpu"), 64
+
+        def __init__(self) -> None:
+            self.readers = [
+                plain_reader(tensors[0]),
+                open_wire(
+                    codec,
+                    packed,
+                    data_type=DataType.FLOAT32,
+                    shape=(count,),
+                    limit_bytes=size,
+                    device=self.device,
+                ),
+                plain_reader(tensors[2]),
+            ]
+
+        def terms(self) -> list[Term]:
+            found = [
+                reader.term(weight) for reader, weight in zip(self.readers, (1.0, 0.3, 2.5), strict=True)
+            ]
+            return [term for term in found if term is not None]
+
+        def read(self, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
+            into.copy_(tensors[0][start:stop])
+            into.add_(self.readers[1].read(start, stop, torch.empty(stop - start)) * 0.3)
+            into.add_(tensors[2][start:stop] * 2.5)
+            if not into.isfinite().all():
+                raise CodecError("the third's values are not finite")
+            return into
+
+    def run(residual: torch.Tensor | None) -> tuple[bytes, bytes]:
+        buffer, error = bytearray(codec.size_estimate(tensors[0]).most_bytes), torch.empty(count)
+        codec.encode_with_error(Sum(), buffer, error, residual=residual)
+        return bytes(buffer), bytes(error.view(torch.uint8).numpy())
+
+    eager = [run(None), run(tensors[2])]
+    assert len(Sum().terms()) == 3
+    assert compiled.prepare(codec.spec) is None
+    assert [run(None), run(tensors[2])] == eager
+    tensors[2][100] = float("inf")
+    with pytest.raises(CodecError, match="the third's"):
+        run(None)

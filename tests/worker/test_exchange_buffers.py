@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from starlings_compression.codec import make_codec
 from starlings_protos.messages import ExchangeHeader, ExchangePurpose
 from starlings_worker.core.events import Leg
 from starlings_worker.exchange import RefusedPart
@@ -144,3 +145,36 @@ def test_nothing_is_kept_after_a_step():
             buffers.commit(step)
             assert not buffers._open
             assert not buffers._arrived
+
+
+def test_what_an_owner_adds_to_its_own_part_is_rounded_once_only():
+    """As a part of the sum, and not before; and it owes nothing for it."""
+    swarm = Swarm([4096], 2, "int8:128")
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(3))
+    swarm.vectors[0].gradient.copy_(values)
+    swarm.exchange([1.0, 1.0], [1.0, 0.0])
+    codec = make_codec("int8:128")
+    assert torch.equal(
+        swarm.vectors[1].gradient, codec.decode(codec.encode(values), limit_bytes=4 * values.numel())
+    )
+    swarm.commit(0)
+    torch.testing.assert_close(
+        swarm.vectors[1].gradient.double() + swarm.owed(), values.double(), rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("codec", ["exact", "int8:128"])
+def test_what_late_joiners_are_given_outlives_the_step(codec: str):
+    swarm = Swarm([3000], 2, codec)
+    for number, vector in enumerate(swarm.vectors):
+        vector.gradient.normal_(generator=torch.Generator().manual_seed(number))
+    swarm.exchange([1.0, 1.0], [0.5, 0.5])
+    gradient = swarm.vectors[0].gradient.clone()
+    updates = [buffers.updates(0) for buffers in swarm.buffers]
+    for vector in swarm.vectors:
+        vector.gradient.zero_()
+    swarm.commit(0)
+    for update in updates:
+        newcomer = Swarm([3000], 1, codec)
+        newcomer.buffers[0].replay(update)
+        assert torch.equal(newcomer.vectors[0].gradient, gradient)

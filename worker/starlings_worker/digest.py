@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from starlings_compression.compiled import FOLDED_ELEMENTS, any_kernels
+from starlings_compression.compiled import FOLDED_ELEMENTS, any_kernels, int8_kernels
+from starlings_compression.terms import Term
 
 _CHUNK_ELEMENTS = 1 << 16
 _MASK = (1 << 64) - 1
@@ -40,6 +42,34 @@ class Fingerprint:
         count = self._vector.numel()
         while self._done < count and min(self._done + _CHUNK_ELEMENTS, count) <= written:
             self._take(self._done, min(self._done + _CHUNK_ELEMENTS, count))
+
+    def decode(self, term: Term, begin: int, start: int, stop: int) -> int:
+        """Decodes elements start..stop of a term that stands at `begin` in the vector, and takes them, as far as
+        compiled code can do both at once: up to which element. `start` if it cannot.
+        """
+        position, block = begin + start, term.block
+        whole = (stop - start) // _CHUNK_ELEMENTS * _CHUNK_ELEMENTS
+        kernels = int8_kernels(block) if self._kernels is not None else None
+        fits = whole > 0 and position == self._done and position % _CHUNK_ELEMENTS == start % block == 0
+        if term.scales is None or kernels is None or not fits:
+            return start
+        if _CHUNK_ELEMENTS % block or block % FOLDED_ELEMENTS:
+            return start
+        into = self._vector[position : position + whole]
+        scales, codes = term.scales[start // block :], term.values[start:]
+        sums, squares = kernels.decode_folded(scales, codes, into, _weights(self._vector.device))
+        self._sums.extend(sums)
+        self._squares.extend(squares)
+        self._done = position + whole
+        return start + whole
+
+    @staticmethod
+    def border(begin: int, start: int, multiple: int) -> int:
+        """Where `decode` could go on, after element `start` of what stands at `begin`; a multiple of `multiple`, else
+        far away.
+        """
+        border = (begin + start) // _CHUNK_ELEMENTS * _CHUNK_ELEMENTS + _CHUNK_ELEMENTS - begin
+        return border if border % multiple == 0 else sys.maxsize
 
     def _take(self, start: int, stop: int) -> None:
         values, weights = self._vector[start:stop], _weights(self._vector.device)

@@ -22,7 +22,7 @@ from starlings_compression.errors import CodecError
 from starlings_compression.linear import LinearRounds
 from starlings_compression.spec import CodecSpec, parse_spec
 from starlings_compression.tensors import chunk_elements
-from starlings_compression.wire import WireReader
+from starlings_compression.wire import WireReader, plain_reader
 from starlings_job.codecs import linear_rank, may_return, return_spec
 from starlings_protos.buffers import fresh
 from starlings_protos.messages import ExchangeGroup, ExchangeHeader, ExchangePurpose, WorkerId
@@ -181,7 +181,9 @@ class ExchangeBuffers:
         if not opened.contributes:
             return
         for part, (begin, end) in enumerate(bounds):
-            if members[part].share > 0.0:
+            if part == opened.own and opened.adds_own_as_it_is:
+                opened.present.own_summand = self._with_owed(opened, begin, end)
+            elif members[part].share > 0.0:
                 encoded = self._encode(opened, Leg.CONTRIBUTION, part, values[begin:end])
                 opened.present.contributions[part] = encoded
 
@@ -195,19 +197,19 @@ class ExchangeBuffers:
         opened = self._opened(step, attempt, group)
         present = opened.present
         begin, end = present.bounds[opened.own]
+        number = len(opened.passes) - 1
         summands = []
         for position, member in enumerate(opened.group.members):
             if member.weight <= 0.0:
                 continue
-            if position == opened.own:
-                data: Buffer | None = present.contributions[opened.own]
+            if position == opened.own and present.own_summand is not None:
+                reader = plain_reader(present.own_summand)
             else:
-                number = len(opened.passes) - 1
                 key = (Leg.CONTRIBUTION, step, attempt, group, number, opened.own, member.worker_id)
-                data = self._arrived.get(key)
-            reader = self._reader(
-                opened, Leg.CONTRIBUTION, data, end - begin, member.worker_id, "the contribution"
-            )
+                data = self._arrived.get(key) if position != opened.own else present.contributions[opened.own]
+                reader = self._reader(
+                    opened, Leg.CONTRIBUTION, data, end - begin, member.worker_id, "the contribution"
+                )
             summands.append(Summand(member.worker_id, member.weight, reader))
         total = WeightedSum(summands, end - begin, opened.vector.device)
         present.aggregate = self._encode(opened, Leg.AGGREGATE, opened.own, total)
@@ -254,16 +256,24 @@ class ExchangeBuffers:
         owner, what = opened.group.members[part].worker_id, f"the aggregate of part {part}"
         reader = self._reader(opened, Leg.AGGREGATE, data, end - begin, owner, what)
         size = chunk_elements(opened.vector.device, reader.granularity)
-        for start in range(0, end - begin, size):
-            stop = min(start + size, end - begin)
+        term = None if result is None or not reader.checked else reader.term(1.0)
+        start, count = 0, end - begin
+        while start < count:
+            stop = min(start + size, count)
+            if result is not None and term is not None:
+                if (decoded := result.decode(term, begin, start, count)) > start:
+                    start = decoded
+                    continue
+                stop = min(stop, result.border(begin, start, reader.granularity))
             into = opened.present.values[begin + start : begin + stop]
             values = reader.read(start, stop, into)
             if not (reader.checked or is_finite(values)):
                 raise RefusedPart(owner, f"{what} is malformed: NaN or infinite values")
-            if values is not into:
+            if values.data_ptr() != into.data_ptr():
                 into.copy_(values)
             if result is not None:
                 result.advance(begin + stop)
+            start = stop
 
     def _aggregates(
         self, opened: OpenGroup, step: int, attempt: int, pass_number: int
@@ -299,6 +309,10 @@ class ExchangeBuffers:
             for number in range(len(opened.passes)):
                 for part, begin, end, encoded in self._aggregates(opened, step, attempt, number):
                     assert encoded is not None, f"part {part} of {group} was decoded and is gone"
+                    if part == opened.own and opened.codecs[Leg.AGGREGATE].spec.raw:
+                        encoded = bytes(
+                            encoded
+                        )  # It is the vector's own memory, which serves the next step too.
                     found[group].append(Part(begin, end, codec, encoded, number))
         return found
 
@@ -420,8 +434,9 @@ class ExchangeBuffers:
         """Error feedback follows the cut of this round: contributions to every part, the aggregate of the own one."""
         members, bounds, own = opened.group.members, opened.present.bounds, opened.own
         parts = {part: bounds[part] for part, member in enumerate(members) if member.share > 0.0}
+        sent = {p: b for p, b in parts.items() if p != own or not opened.adds_own_as_it_is}
         for leg, wanted in (
-            (Leg.CONTRIBUTION, parts),
+            (Leg.CONTRIBUTION, sent),
             (Leg.AGGREGATE, {p: b for p, b in parts.items() if p == own}),
         ):
             if opened.codecs[leg].lossless:
@@ -431,14 +446,24 @@ class ExchangeBuffers:
                 self._residuals[key] = Residuals(opened.group.group, opened.vector.device)
             self._residuals[key].cut(opened.codecs[leg], wanted)
 
+    def _with_owed(self, opened: OpenGroup, begin: int, end: int) -> Tensor:
+        """The present pass's values of the own part, and what was dropped of them as long as others owned it."""
+        values = opened.present.values[begin:end]
+        owed = self._residuals[opened.group.group, Leg.CONTRIBUTION].carried((begin, end))
+        return values if owed is None else values + owed
+
     def _encode(self, opened: OpenGroup, leg: Leg, part: int, values: Tensor | WeightedSum) -> Buffer:
         codec, group = opened.codecs[leg], opened.group.group
         name = f"part {part} of {group}"
         try:
             if codec.lossless:
                 # Nobody changes the memory as long as it is needed: a pass keeps its values until all aggregates are
-                # here, and then every owner has its contributions.
-                return wire.lend(codec, values if isinstance(values, Tensor) else values.whole(), name)
+                # here, and then every owner has its contributions. The sum takes the place of the own summand, where
+                # it would be written in the end: fresh memory of that size would cost more than the sum.
+                if not isinstance(values, Tensor):
+                    begin, end = opened.present.bounds[part]
+                    values = values.write(opened.present.values[begin:end])
+                return wire.lend(codec, values, name)
             feedback = self._residuals[group, leg].of(part)
             data = fresh(feedback.most_bytes(values))
             return data[: feedback.encode_into(values, data, name=name)]

@@ -35,6 +35,8 @@ class Pass:
     bounds: tuple[tuple[int, int], ...]
     # This worker's encoded parts by part number, and its encoded aggregate of its own part.
     contributions: dict[int, Buffer] = field(default_factory=dict)
+    # What it adds to its own part, where that is not encoded first.
+    own_summand: Tensor | None = None
     aggregate: Buffer | None = None
 
 
@@ -59,6 +61,15 @@ class OpenGroup:
     @property
     def contributes(self) -> bool:
         return self.group.members[self.own].weight > 0.0
+
+    @property
+    def adds_own_as_it_is(self) -> bool:
+        """Whether what this worker adds to its own part goes into the sum as it is: it does not travel, so a lossy
+        codec would cost time and precision for nothing. Not so where few values are kept: the sum travels as the union
+        of the contributions' places, and all places of one of them would crowd out the rest.
+        """
+        codec = self.codecs[Leg.CONTRIBUTION]
+        return self.contributes and not codec.lossless and codec.spec.reducer is None
 
 
 def arrived_key(leg: Leg, header: ExchangeHeader, sender: WorkerId) -> ArrivedKey:

@@ -45,13 +45,14 @@ class Residuals:
             number: (
                 bounds,
                 ErrorFeedback(
-                    codec, seed=zlib.crc32(f"{self._name}/{number}".encode()), residual=self._carried(bounds)
+                    codec, seed=zlib.crc32(f"{self._name}/{number}".encode()), residual=self.carried(bounds)
                 ),
             )
             for number, bounds in parts.items()
         }
 
-    def _carried(self, bounds: Bounds) -> torch.Tensor | None:
+    def carried(self, bounds: Bounds) -> torch.Tensor | None:
+        """What has been dropped of these elements so far, as of the last commit; None: nothing. Its own memory."""
         begin, end = bounds
         carried: torch.Tensor | None = None
         for (old_begin, old_end), feedback in self._committed.values():

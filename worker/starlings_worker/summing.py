@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from starlings_compression.tensors import chunk_elements
+from starlings_compression.terms import Term
 from starlings_compression.wire import WireReader
 from starlings_protos.messages import WorkerId
 from starlings_worker.digest import is_finite
@@ -30,8 +31,8 @@ class Summand:
 
 
 class WeightedSum:
-    """A `starlings_compression.codec.Source`: the sum is computed when it is read, in the order of the summands, which
-    are of one codec.
+    """A `starlings_compression.codec.Source`: the sum is computed when it is read, in the order of the summands. They
+    are of one codec, but for those that never travelled.
     """
 
     def __init__(self, summands: Sequence[Summand], size: int, device: torch.device) -> None:
@@ -39,17 +40,30 @@ class WeightedSum:
         self.device = device
         self._summands = tuple(summands)
         self._unchecked = any(not summand.reader.checked for summand in summands)
-        self.granularity = summands[0].reader.granularity if summands else 1
+        self.granularity = max((summand.reader.granularity for summand in summands), default=1)
         step = chunk_elements(device, self.granularity)
         if device.type == "cpu":
             step = min(step, max(_CHUNK_ELEMENTS // self.granularity, 1) * self.granularity)
         self._step = step
-        self._scratch = torch.empty(min(step, size), dtype=torch.float32, device=device)
+        self._scratch: Tensor | None = None
 
-    def whole(self) -> Tensor:
-        """All of it, in memory of its own. Raises RefusedPart as `read` does."""
-        total = torch.empty(self.shape, dtype=torch.float32, device=self.device)
-        return self.read(0, total.numel(), total)
+    def terms(self) -> Sequence[Term]:
+        terms = [summand.reader.term(summand.weight) for summand in self._summands]
+        found = [term for term in terms if term is not None]
+        return found if len(found) == len(terms) else ()
+
+    def write(self, out: Tensor) -> Tensor:
+        """All of it into `out`, which may be the memory of a summand: of no use afterwards.
+
+        Raises:
+            RefusedPart: as `read`; some of `out` is written then.
+        """
+        size, step = out.numel(), self._step
+        chunk = torch.empty(min(step, size), dtype=torch.float32, device=self.device)
+        for start in range(0, size, step):
+            stop = min(start + step, size)
+            out[start:stop].copy_(self.read(start, stop, chunk[: stop - start]))
+        return out
 
     def read(self, start: int, stop: int, into: Tensor) -> Tensor:
         """Elements start..stop, multiples of the contributions' granularity or the end, in `into`.
@@ -65,6 +79,9 @@ class WeightedSum:
         return into
 
     def _add_up(self, start: int, stop: int, into: Tensor) -> None:
+        if self._scratch is None:
+            size = min(self._step, self.shape[0])
+            self._scratch = torch.empty(size, dtype=torch.float32, device=self.device)
         spare = self._scratch[: stop - start]
         total: Tensor | None = None
         for summand in self._summands:
