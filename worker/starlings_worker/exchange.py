@@ -213,6 +213,10 @@ class ExchangeBuffers:
             summands.append(Summand(member.worker_id, member.weight, reader))
         total = WeightedSum(summands, end - begin, opened.vector.device)
         present.aggregate = self._encode(opened, Leg.AGGREGATE, opened.own, total)
+        # They are in the sum: their memory can take the aggregates that come next.
+        for member in opened.group.members:
+            key = (Leg.CONTRIBUTION, step, attempt, group, number, opened.own, member.worker_id)
+            self._arrived.pop(key, None)
 
     def assemble(self, step: int, attempt: int, group: str) -> tuple[int, float] | None:
         """Every part's aggregate, decoded in place of what was summed up. Returns (digest, squared norm) of the whole
