@@ -121,8 +121,9 @@ class StartEngine(_message.Message):
     cache_directory: _builtins.str
     """For whatever may be lost."""
     emulate_upload_bytes_per_s: _builtins.float
-    """An uplink to pretend to be behind; 0 = none. The delay is one way."""
+    """An uplink to pretend to be behind; 0 = without limit."""
     emulate_delay_s: _builtins.float
+    """The delay to pretend, one way."""
     emulate_pass_s: _builtins.float
     """What a microbatch's way through the whole model and back takes at least; 0 = as long as it does."""
     @_builtins.property
