@@ -68,6 +68,8 @@ class Arriving:
 
 
 def _mapped(size: int) -> mmap.mmap:
+    if sys.platform != "linux":
+        raise AssertionError("elsewhere memory is taken otherwise")
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE_BYTES:
         with contextlib.suppress(OSError, AttributeError):  # a system without them
