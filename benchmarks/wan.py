@@ -37,6 +37,8 @@ from report import Claim, environment, show, write_json
 from starlings import template
 from starlings.demo.swarm import Swarm
 from starlings.owner_client import OwnerClient
+from starlings_job.model import initial_state
+from starlings_job.prepared import load_prepared
 from starlings_protos import control_pb2
 from starlings_protos.identity import identity_of_certificate
 
@@ -92,7 +94,6 @@ class Trained:
     """What a run came to, from `begin_s` on. microbatches: per worker, in the order of the fleet."""
 
     seconds: float
-    steps: float
     microbatches: list[float]
     to_target_s: float | None
     sent_bytes: float | None = None
@@ -183,7 +184,7 @@ def _between(
         now[one].bytes_sent.get("exchange", 0) - before[one].bytes_sent.get("exchange", 0) for one in ids
     )
     points = [curve[step] for step in sorted(curve)]
-    return Trained(seconds, last.step - first.step, counts, _reached(points), sent / len(ids))
+    return Trained(seconds, counts, _reached(points), sent / len(ids))
 
 
 def _reached(points: Sequence[tuple[float, float]]) -> float | None:
@@ -227,13 +228,21 @@ def train_ddp(directory: Path, fleet: Sequence[Peer], power_rank: int, seconds: 
     points = [(at_s, loss) for at_s, loss in json.loads(out.splitlines()[-1])["steps"]]
     first = points[FIRST_STEPS - 1]
     count = len(points) - FIRST_STEPS
-    return Trained(points[-1][0] - first[0], count, [count] * len(fleet), _reached(points))
+    return Trained(points[-1][0] - first[0], [count] * len(fleet), _reached(points))
 
 
-def model_ddp(fleet: Sequence[Peer], sent_bytes: float) -> Trained:
-    """Where there are no namespaces: a step takes the slowest pass and the slowest uplink's share of the ring."""
-    step_s = max(p.pass_s for p in fleet) + sent_bytes * 8e-6 / min(p.uplink_mbit_s for p in fleet)
-    return Trained(step_s, 1, [1] * len(fleet), None, sent_bytes)
+def model_ddp(directory: Path, fleet: Sequence[Peer], power_rank: int) -> Trained:
+    """Where there are no namespaces: a step takes the slowest pass, and then the slowest uplink's share of the ring."""
+    job = load_prepared(prepare(directory, WAYS[0], len(fleet), 1 << 30))
+    elements = 0
+    for _, tensors in initial_state(job.description, 0):
+        for tensor in tensors.values():
+            # PowerSGD sends the two factors of a matrix (Vogels et al. 2019, algorithm 1).
+            factored = power_rank and tensor.ndim == 2
+            elements += power_rank * sum(tensor.shape) if factored else tensor.numel()
+    sent_bytes = 4 * elements * 2 * (len(fleet) - 1) / len(fleet)
+    step_s = max(p.pass_s for p in fleet) + 8e-6 * sent_bytes / min(p.uplink_mbit_s for p in fleet)
+    return Trained(step_s, [1] * len(fleet), None, sent_bytes)
 
 
 # ---------------------------------------------------------------- tables
@@ -269,8 +278,7 @@ def unequal(
             continue
         print(name, file=sys.stderr)
         if refused:
-            sent = {0: 1.5 * 4 * 234_048, 4: 1.5 * 4 * 40_000}[rank]
-            rows.append(row_of(name, "modelled", HOMES, model_ddp(HOMES, sent), None))
+            rows.append(row_of(name, "modelled", HOMES, model_ddp(scratch / name, HOMES, rank), None))
         else:
             run = train_ddp(scratch / name, HOMES, rank, seconds)
             rows.append(row_of(name, "homes, no delay", HOMES, run, None))

@@ -21,9 +21,7 @@ from starlings_job.prepared import load_prepared
 from starlings_job.records import RecordStore
 from starlings_job.reference import forward, load_whole
 from starlings_job.sampling import samples_of_step
-
-# Of a microbatch's way through the model and back, as `--emulate-pass` has it.
-FORWARD_PART = 1 / 3
+from starlings_worker.emulation import FORWARD_PART
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """What replicas exchange between their own steps: slots, codecs and outer rules of every preset, in one process.
 
-The arithmetic is the worker's (`starlings_worker.outer`), the bytes are its codecs' and its exchange's. Who meets whom
-and when a swap stands is decided plainly: nobody is late and nothing is lost.
+The arithmetic is the worker's (`starlings_worker.outer`), the bytes are its codecs' and its exchange's, and who meets
+whom is the coordinator's matching. When a swap stands is decided plainly: nobody is late and nothing is lost.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from torch import Tensor
 from inprocess.exchange import equal_members, exchange
 from inprocess.swarm import Swarm, Worker
 from starlings_compression.codec import Codec, make_codec
+from starlings_coordinator.core.pairing.links import PassiveEstimates
+from starlings_coordinator.core.pairing.matching import Candidate, match_slot
 from starlings_job.codecs import exchange_bytes
-from starlings_job.exchange_rules import ExchangeRules, Phase
+from starlings_job.exchange_rules import ExchangeRules, Phase, pair_share
+from starlings_protos.messages import WorkerId
 from starlings_worker import wire
 from starlings_worker.flat import FlatVector
 from starlings_worker.outer.diloco import DiLoCo
@@ -26,7 +29,7 @@ from starlings_worker.outer.fragments import Bounds, cut_into_fragments, fragmen
 from starlings_worker.outer.gossip import Gossip, Pushed, PushSumState, exponential_peers
 from starlings_worker.outer.noloco import NoLoCo
 from starlings_worker.outer.outcome import Average
-from starlings_worker.outer.pairs import Pairs, pair_share
+from starlings_worker.outer.pairs import Pairs
 from starlings_worker.outer.palsgd import Palsgd
 from starlings_worker.outer.quasi_global import QuasiGlobal, QuasiGlobalState
 from starlings_worker.outer.sparseloco import SparseLoCo
@@ -124,6 +127,7 @@ class PairRounds(Rounds):
         self._codec = make_codec(rules.codec)
         self._momentum_codec = make_codec(rules.momentum_codec) if rules.momentum_codec else None
         self._dice = random.Random(f"pulls {course.seed}")
+        self._sat_out: set[WorkerId] = set()
 
     def inner_step(self, worker: Worker, step: int, learning_rate: float, clip_factor: float) -> None:
         rule = self._rule
@@ -148,7 +152,7 @@ class PairRounds(Rounds):
             for state, worker in zip(states, workers, strict=True)
         ]
         swaps = self.rules.swaps_in(phase)
-        meetings = partners(len(workers), swaps, random.Random(f"{self.course.seed} {stage} {slot}"))
+        meetings = self._meetings(stage, slot, swaps)
         decoded = [self._travel(payload) for payload in payloads]
 
         def stand(swap: int, sent: list[Payload]) -> None:
@@ -169,6 +173,22 @@ class PairRounds(Rounds):
             self._due.sort(key=lambda pair: pair[0])
 
         self._later(done, phase, 1 / swaps, lambda: stand(0, decoded))
+
+    def _meetings(self, stage: int, slot: int, swaps: int) -> list[list[tuple[int, int]]]:
+        """Who meets whom in each swap, as places in the list of replicas: as the coordinator matches equals."""
+        places = {w.worker_id: place for place, w in enumerate(self.swarm.replicas_of(stage))}
+        matchings = match_slot(
+            [Candidate(worker_id, sat_out=worker_id in self._sat_out) for worker_id in places],
+            PassiveEstimates(),
+            job_seed=self.course.seed,
+            stage=stage,
+            slot=slot,
+            swaps=swaps,
+            byte_count=0,
+        )
+        self._sat_out -= set(places)
+        self._sat_out |= set(matchings[-1].sitting)
+        return [[(places[one], places[other]) for one, other in m.pairs] for m in matchings]
 
     def _travel(self, payload: Payload) -> Payload:
         z, z_bytes = travelled(self._codec, payload.z)
@@ -302,23 +322,6 @@ def rounds_of(swarm: Swarm, rules: ExchangeRules, course: Course) -> Rounds:
     """Of every preset but allreduce, which is no round (`training.train_synchronously`)."""
     kinds = {"all": GroupRounds, "pairs": PairRounds, "exponential": GossipRounds}
     return kinds[rules.topology](swarm, rules, course)
-
-
-def partners(count: int, swaps: int, rng: random.Random) -> list[list[tuple[int, int]]]:
-    """Disjoint pairs for each swap, nobody twice with the same one: rounds of a tournament (circle method) of players
-    in random order. With an odd count somebody sits out, another one in each swap.
-    """
-    if swaps >= count + count % 2:
-        raise ValueError(f"{count} replicas have no {swaps} different partners each")
-    order = list(range(count)) + ([-1] if count % 2 else [])
-    rng.shuffle(order)
-    found = []
-    for _ in range(swaps):
-        half = len(order) // 2
-        pairs = zip(order[:half], reversed(order[half:]), strict=True)
-        found.append([(min(a, b), max(a, b)) for a, b in pairs if -1 not in (a, b)])
-        order = [order[0], order[-1], *order[1:-1]]
-    return found
 
 
 def travelled(codec: Codec, values: Tensor) -> tuple[Tensor, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -10,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from convergence_rows import PRESETS, all_rows, preset_rules
 from inprocess.local import train_locally
-from inprocess.rounds import Course, Rounds, partners, rounds_of
+from inprocess.rounds import Course, Rounds, rounds_of
 from inprocess.swarm import Setup, Swarm
 from inprocess.text import Text
 from inprocess.training import train_synchronously
@@ -53,19 +50,6 @@ def train(text: Text, swarm: Swarm, rounds: Rounds, steps: int, **chosen: Any) -
 
 def weights(swarm: Swarm, stage: int = 0) -> list[torch.Tensor]:
     return [vector.parameters for w in swarm.replicas_of(stage) for vector in w.held.vectors.values()]
-
-
-@given(st.integers(2, 33), st.integers(1, 4), st.integers(0, 2**32))
-def test_partners_are_disjoint_and_never_the_same(count: int, swaps: int, seed: int) -> None:
-    if swaps >= count + count % 2:
-        with pytest.raises(ValueError, match="different partners"):
-            partners(count, swaps, random.Random(seed))
-        return
-    found = partners(count, swaps, random.Random(seed))
-    assert [len(pairs) for pairs in found] == [count // 2] * swaps
-    for pairs in found:
-        assert len({replica for pair in pairs for replica in pair}) == 2 * len(pairs)
-    assert len({pair for pairs in found for pair in pairs}) == swaps * (count // 2)
 
 
 @pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "allreduce"])

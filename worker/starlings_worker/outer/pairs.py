@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from starlings_job.exchange_rules import Phase
-from starlings_job.exchange_rules import pair_share as pair_share
 from starlings_worker.chunks import chunks
 from starlings_worker.outer.judging import PairRule
 from starlings_worker.outer.state import FragmentState, Payload, add_correction, nesterov_step
