@@ -55,6 +55,16 @@ class DataStub(object):
                 request_serializer=starlings__protos_dot_data__pb2.Frame.SerializeToString,
                 response_deserializer=starlings__protos_dot_data__pb2.Receipt.FromString,
                 _registered_method=True)
+        self.Pair = channel.stream_unary(
+                '/starlings.v1.Data/Pair',
+                request_serializer=starlings__protos_dot_data__pb2.Frame.SerializeToString,
+                response_deserializer=starlings__protos_dot_data__pb2.Receipt.FromString,
+                _registered_method=True)
+        self.TellPair = channel.unary_unary(
+                '/starlings.v1.Data/TellPair',
+                request_serializer=starlings__protos_dot_data__pb2.PairWord.SerializeToString,
+                response_deserializer=starlings__protos_dot_data__pb2.Receipt.FromString,
+                _registered_method=True)
         self.FetchState = channel.unary_stream(
                 '/starlings.v1.Data/FetchState',
                 request_serializer=starlings__protos_dot_data__pb2.StateRequest.SerializeToString,
@@ -94,6 +104,20 @@ class DataServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pair(self, request_iterator, context):
+        """One side's payload of one swap of an exchange in pairs, to its partner.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TellPair(self, request, context):
+        """A word between the partners of a swap. An answer says that it was heard; a refusal says how it stands there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FetchState(self, request, context):
         """Committed state by block. Answered from a snapshot, so it is one version exactly.
         """
@@ -122,6 +146,16 @@ def add_DataServicer_to_server(servicer, server):
             'Aggregate': grpc.stream_unary_rpc_method_handler(
                     servicer.Aggregate,
                     request_deserializer=starlings__protos_dot_data__pb2.Frame.FromString,
+                    response_serializer=starlings__protos_dot_data__pb2.Receipt.SerializeToString,
+            ),
+            'Pair': grpc.stream_unary_rpc_method_handler(
+                    servicer.Pair,
+                    request_deserializer=starlings__protos_dot_data__pb2.Frame.FromString,
+                    response_serializer=starlings__protos_dot_data__pb2.Receipt.SerializeToString,
+            ),
+            'TellPair': grpc.unary_unary_rpc_method_handler(
+                    servicer.TellPair,
+                    request_deserializer=starlings__protos_dot_data__pb2.PairWord.FromString,
                     response_serializer=starlings__protos_dot_data__pb2.Receipt.SerializeToString,
             ),
             'FetchState': grpc.unary_stream_rpc_method_handler(
@@ -238,6 +272,60 @@ class Data(object):
             target,
             '/starlings.v1.Data/Aggregate',
             starlings__protos_dot_data__pb2.Frame.SerializeToString,
+            starlings__protos_dot_data__pb2.Receipt.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pair(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/starlings.v1.Data/Pair',
+            starlings__protos_dot_data__pb2.Frame.SerializeToString,
+            starlings__protos_dot_data__pb2.Receipt.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TellPair(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/starlings.v1.Data/TellPair',
+            starlings__protos_dot_data__pb2.PairWord.SerializeToString,
             starlings__protos_dot_data__pb2.Receipt.FromString,
             options,
             channel_credentials,

@@ -47,6 +47,10 @@ class DataStub:
     """A member's encoded part of a group's vector, to the part's owner."""
     Aggregate: _grpc.StreamUnaryMultiCallable[_data_pb2.Frame, _data_pb2.Receipt]
     """The owner's encoded aggregate of its part, to every member."""
+    Pair: _grpc.StreamUnaryMultiCallable[_data_pb2.Frame, _data_pb2.Receipt]
+    """One side's payload of one swap of an exchange in pairs, to its partner."""
+    TellPair: _grpc.UnaryUnaryMultiCallable[_data_pb2.PairWord, _data_pb2.Receipt]
+    """A word between the partners of a swap. An answer says that it was heard; a refusal says how it stands there."""
     FetchState: _grpc.UnaryStreamMultiCallable[_data_pb2.StateRequest, _data_pb2.Frame]
     """Committed state by block. Answered from a snapshot, so it is one version exactly."""
 
@@ -63,6 +67,10 @@ class DataAsyncStub(DataStub):
     """A member's encoded part of a group's vector, to the part's owner."""
     Aggregate: _aio.StreamUnaryMultiCallable[_data_pb2.Frame, _data_pb2.Receipt]  # type: ignore[assignment]
     """The owner's encoded aggregate of its part, to every member."""
+    Pair: _aio.StreamUnaryMultiCallable[_data_pb2.Frame, _data_pb2.Receipt]  # type: ignore[assignment]
+    """One side's payload of one swap of an exchange in pairs, to its partner."""
+    TellPair: _aio.UnaryUnaryMultiCallable[_data_pb2.PairWord, _data_pb2.Receipt]  # type: ignore[assignment]
+    """A word between the partners of a swap. An answer says that it was heard; a refusal says how it stands there."""
     FetchState: _aio.UnaryStreamMultiCallable[_data_pb2.StateRequest, _data_pb2.Frame]  # type: ignore[assignment]
     """Committed state by block. Answered from a snapshot, so it is one version exactly."""
 
@@ -100,6 +108,22 @@ class DataServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_data_pb2.Receipt, _abc.Awaitable[_data_pb2.Receipt]]:
         """The owner's encoded aggregate of its part, to every member."""
+
+    @_abc_1.abstractmethod
+    def Pair(
+        self,
+        request_iterator: _MaybeAsyncIterator[_data_pb2.Frame],
+        context: _ServicerContext,
+    ) -> _typing.Union[_data_pb2.Receipt, _abc.Awaitable[_data_pb2.Receipt]]:
+        """One side's payload of one swap of an exchange in pairs, to its partner."""
+
+    @_abc_1.abstractmethod
+    def TellPair(
+        self,
+        request: _data_pb2.PairWord,
+        context: _ServicerContext,
+    ) -> _typing.Union[_data_pb2.Receipt, _abc.Awaitable[_data_pb2.Receipt]]:
+        """A word between the partners of a swap. An answer says that it was heard; a refusal says how it stands there."""
 
     @_abc_1.abstractmethod
     def FetchState(

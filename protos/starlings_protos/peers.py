@@ -35,6 +35,8 @@ DATA_POLICY: Policy = {
     "/starlings.v1.Data/Backward": frozenset({Role.WORKER}),
     "/starlings.v1.Data/Contribute": frozenset({Role.WORKER}),
     "/starlings.v1.Data/Aggregate": frozenset({Role.WORKER}),
+    "/starlings.v1.Data/Pair": frozenset({Role.WORKER}),
+    "/starlings.v1.Data/TellPair": frozenset({Role.WORKER}),
     "/starlings.v1.Data/FetchState": frozenset({Role.WORKER, Role.KEEPER}),
 }
 

@@ -65,6 +65,12 @@ class _Service(data_pb2_grpc.DataServicer):
     async def Aggregate(self, request_iterator: object, context: Context) -> data_pb2.Receipt:
         return await self._gone(context)
 
+    async def Pair(self, request_iterator: object, context: Context) -> data_pb2.Receipt:
+        return await self._gone(context)
+
+    async def TellPair(self, request: object, context: Context) -> data_pb2.Receipt:
+        return await self._gone(context)
+
     async def _gone(self, context: Context) -> data_pb2.Receipt:
         try:
             self._check(context)

@@ -109,6 +109,19 @@ class DataService(data_pb2_grpc.DataServicer):
     async def Aggregate(self, request_iterator: _Frames, context: Context) -> data_pb2.Receipt:
         return await self._part(Leg.AGGREGATE, request_iterator, context)
 
+    async def Pair(self, request_iterator: _Frames, context: Context) -> data_pb2.Receipt:
+        return await self._no_pairs(context)
+
+    async def TellPair(self, request: data_pb2.PairWord, context: Context) -> data_pb2.Receipt:
+        return await self._no_pairs(context)
+
+    async def _no_pairs(self, context: Context) -> data_pb2.Receipt:
+        try:
+            self._caller(context)
+        except RefusedError as error:
+            await abort(context, error.refusal, str(error))
+        await abort(context, Refusal.NOT_HELD, "no exchange in pairs runs here")
+
     async def FetchState(  # type: ignore[override]
         self, request: data_pb2.StateRequest, context: Context
     ) -> None:

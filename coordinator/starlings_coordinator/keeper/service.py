@@ -84,6 +84,12 @@ class KeeperService(data_pb2_grpc.DataServicer):
     async def Aggregate(self, request_iterator: object, context: Context) -> data_pb2.Receipt:
         return await _not_here(context)
 
+    async def Pair(self, request_iterator: object, context: Context) -> data_pb2.Receipt:
+        return await _not_here(context)
+
+    async def TellPair(self, request: object, context: Context) -> data_pb2.Receipt:
+        return await _not_here(context)
+
     async def FetchState(  # type: ignore[override]
         self, request: data_pb2.StateRequest, context: Context
     ) -> None:
