@@ -72,6 +72,7 @@ COMMENTS: Mapping[str, str] = {
     "train.trainable": 'Globs over parameter names such as "*.mlp.*"; the others stay as they are.',
     "pipeline.force": "Use the codec also where it is known to hurt.",
     "pipeline.codec": '"int8:128" (a quarter of the bytes), "fp8", "bf16", "fp16", "exact"; see `starlings codecs`.',
+    "pipeline.stages": "0: the planner cuts. 3: three stages, which it balances. [3, 3, 2]: the blocks of each stage.",
     "exchange.preset": '"allreduce": every replica of a stage, every step.',
     "exchange.force": "Use the codec also where it is known to hurt.",
     "exchange.codec": '"exact", "int8:128", "int4:64", "topk:64/4096|int2", "lowrank:4": what they drop is sent later.',

@@ -80,6 +80,7 @@ def _build(job: JobSpec, job_toml: Path, folder: Path, report: Progress) -> None
     base = job_toml.parent
     description = describe_job(job, base)
     _check_trainable(job, description)
+    job.check_cut(description.blocks)
     meta = _write_data(job, description, base, folder, report)
     _write_weights(job, description, base, folder, report)
     profile = measure_profile(description, meta, lambda fraction: report("profile", fraction, ""))

@@ -42,7 +42,7 @@ def load_prepared(directory: str | Path, job: JobSpec | None = None) -> JobSpec:
 
     Raises:
         NotPrepared: the directory is not prepared, or for another [model], [data], seed or trainable.
-        JobFileError: a file of it is malformed.
+        JobFileError: a file of it is malformed, or the model cannot be cut as the job says.
     """
     directory = Path(directory)
     if not is_prepared(directory):
@@ -62,6 +62,7 @@ def load_prepared(directory: str | Path, job: JobSpec | None = None) -> JobSpec:
     job = job.model_copy(update={"prepared": section})
     # Checked now, so that later uses cannot fail.
     _ = job.description, job.dataset
+    job.check_cut(job.description.blocks)
     return job
 
 

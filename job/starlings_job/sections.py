@@ -17,7 +17,8 @@ from pydantic import (
 
 from starlings_compression.policy import Role
 from starlings_compression.spec import parse_spec
-from starlings_job.codecs import check_codec
+from starlings_job.codecs import check_codec, stages_most
+from starlings_job.cut import Stages, parse_stages, stage_count
 from starlings_job.optimizers import MUON_MOMENTUM, SETTINGS, OptimizerName, misplaced
 from starlings_job.presets import PRESETS
 from starlings_job.units import parse_bytes, parse_count
@@ -209,11 +210,23 @@ class PipelineSection(Section):
     force: Switch = False
     # How activations and their gradients travel between stages.
     codec: Codec = "int8:128"
+    # Into how many stages the model is cut, or the blocks of each; 0 leaves it to the planner.
+    stages: Annotated[Stages, BeforeValidator(parse_stages)] = 0
 
     @field_validator("codec")
     @classmethod
     def _suits(cls, value: str, info: ValidationInfo) -> str:
         return check_codec(value, Role.BOUNDARY, force=info.data.get("force", False))
+
+    @model_validator(mode="after")
+    def _codec_bears_the_stages(self) -> Self:
+        most, wanted = stages_most(self.codec, force=self.force), stage_count(self.stages)
+        if most and wanted > most:
+            raise ValueError(
+                f"codec {self.codec} bears {most} stages at most, and stages wants {wanted}; write int8:128, fewer "
+                "stages, or force = true"
+            )
+        return self
 
 
 class ExchangeSection(Section):

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import tomllib
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +18,7 @@ from typing import Any, Self
 from pydantic import ValidationError, model_validator
 
 from starlings_job.codecs import stages_most
+from starlings_job.cut import cut_problem
 from starlings_job.description import ModelDescription
 from starlings_job.errors import JobFileError
 from starlings_job.presets import PRESETS, SHAPES
@@ -117,6 +119,11 @@ class JobSpec(Section):
     def stages_most(self) -> int:
         """Into how many stages the pipeline's codec lets the model be cut; 0: as many as it has blocks."""
         return stages_most(self.pipeline.codec, force=self.pipeline.force)
+
+    def check_cut(self, blocks: Sequence[str]) -> None:
+        """Raises JobFileError when a model of these blocks cannot be cut as `[pipeline] stages` says."""
+        if problem := cut_problem(self.pipeline.stages, blocks):
+            raise JobFileError(problem)
 
     # ---------------------------------------------------------------- what preparation added
 

@@ -426,6 +426,7 @@ class PlanRequest:
     # The shell fills it in: the pure core leaves it empty.
     profile_json: bytes = b""
     stages_most: int = 0
+    stages_wanted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

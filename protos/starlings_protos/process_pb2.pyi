@@ -654,6 +654,7 @@ class PlanRequest(_message.Message):
     STAGES_FIELD_NUMBER: _builtins.int
     BYTES_PER_PARAMETER_FIELD_NUMBER: _builtins.int
     STAGES_MOST_FIELD_NUMBER: _builtins.int
+    STAGES_WANTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Comes back in the reply."""
     profile_json: _builtins.bytes
@@ -667,6 +668,8 @@ class PlanRequest(_message.Message):
     """Extra bytes per parameter that the optimizer and the codec keep (see design: memory is a hard limit)."""
     stages_most: _builtins.int
     """The most stages that the pipeline's codec bears; 0: as many as there are blocks."""
+    stages_wanted: _builtins.int
+    """Exactly so many stages, which the planner balances; 0: as many as it finds best. `stages` overrules it."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanWorker]:
         """Sorted by worker id."""
@@ -687,10 +690,11 @@ class PlanRequest(_message.Message):
         stages: _abc.Iterable[_common_pb2.Stage] | None = ...,
         bytes_per_parameter: _builtins.float = ...,
         stages_most: _builtins.int = ...,
+        stages_wanted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_parameter", b"bytes_per_parameter", "microbatch", b"microbatch", "microbatches_per_step", b"microbatches_per_step", "profile_json", b"profile_json", "request_id", b"request_id", "seed", b"seed", "stages", b"stages", "stages_most", b"stages_most", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_parameter", b"bytes_per_parameter", "microbatch", b"microbatch", "microbatches_per_step", b"microbatches_per_step", "profile_json", b"profile_json", "request_id", b"request_id", "seed", b"seed", "stages", b"stages", "stages_most", b"stages_most", "stages_wanted", b"stages_wanted", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

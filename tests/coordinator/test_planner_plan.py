@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -63,6 +64,26 @@ def test_a_coarse_pipeline_codec_bounds_the_number_of_stages() -> None:
     # A cut that was trained with stays.
     cut = make_plan(request(*small), PROFILE).stages
     assert make_plan(replace(request(*small, stages=cut), stages_most=5), PROFILE).stages == cut
+
+
+def test_the_owner_may_fix_how_many_stages_there_are() -> None:
+    """The planner still says where to cut and who holds what, and names the key where too little memory is there."""
+    roomy = [worker(f"w{i}", 1.0 + i, 1 << 40) for i in range(3)]
+    assert len(make_plan(request(*roomy), PROFILE).stages) == 1
+    for count in (1, 2, 5, 8):
+        reply = make_plan(replace(request(*roomy), stages_wanted=count), PROFILE)
+        assert len(reply.stages) == count
+        assert [b for stage in reply.stages for b in stage.blocks] == list(range(8))
+        assert all(p.span == Span(0, count - 1) for p in reply.workers)
+    small = [worker(f"w{i}", 1.0, need(6, 7)) for i in range(8)]
+    assert not make_plan(request(*small), PROFILE).impossible
+    refused = make_plan(replace(request(*small), stages_wanted=2), PROFILE).impossible
+    assert re.match(r"needs [0-9.]+ [kM]?B more on one worker for stage [01] \(", refused), refused
+    assert refused.endswith("; [pipeline] stages fixes 2: more of them need less memory each")
+    tiny = [worker(f"w{i}", 1.0, need(6, 7) // 50) for i in range(3)]
+    refused = make_plan(replace(request(*tiny), stages_wanted=8), PROFILE).impossible
+    assert "more on one worker" in refused
+    assert "[pipeline]" not in refused, "blocks are never cut: no other number would help"
 
 
 def test_one_roomy_worker_holds_the_whole_model_in_one_stage() -> None:

@@ -30,15 +30,15 @@ KILLS = 10
 SLOW = ("--emulate", "gtx1080ti", "--precision", "fp32")
 
 
-def prepared(folder: Path, workers: int, batch: int, microbatch: int) -> Path:
-    """Exact codecs and SGD, so that losses can be compared."""
+def prepared(folder: Path, workers: int, batch: int, microbatch: int, stages: int = 0) -> Path:
+    """Exact codecs and SGD, so that losses can be compared. `stages`: 0 for the planner's choice."""
     return prepared_job(
         folder,
         job_text(
             STEPS * batch * LENGTH,
             data={"sequence_length": LENGTH},
             train={"batch": batch, "microbatch": microbatch, "optimizer": "sgd", "lr": 0.1, "clip": 0.5},
-            pipeline={"codec": "exact"},
+            pipeline={"codec": "exact", "stages": stages},
             exchange={"codec": "exact"},
             swarm={"min_workers": workers, "settle_s": 0.5},
         ),
@@ -50,7 +50,7 @@ def slow_swarm(
     folder: Path, workers: int = 3, batch: int = BATCH, microbatch: int = 1
 ) -> Iterator[LiveSwarm]:
     """A swarm in training, each of whose workers holds the whole model."""
-    with LiveSwarm.of(prepared(folder, workers, batch, microbatch), folder) as swarm:
+    with LiveSwarm.of(prepared(folder, workers, batch, microbatch, stages=1), folder) as swarm:
         for _ in range(workers):
             swarm.join(*SLOW)
         swarm.wait(lambda r: r.phase == "training" and r.step >= 2, 180)

@@ -13,6 +13,7 @@ def flaw_of(
     there: Collection[WorkerId],
     blocks: int,
     stages_most: int,
+    stages_wanted: int = 0,
 ) -> str:
     """What is wrong with a plan, in words; empty when nothing is.
 
@@ -20,6 +21,7 @@ def flaw_of(
         there: who could hold a span now.
         blocks: how many the model has.
         stages_most: how many stages the pipeline's codec bears; 0 for any number, or when the cut is fixed.
+        stages_wanted: how many the job demands; 0 for the planner's choice.
     """
     at = 0
     for stage in reply.stages:
@@ -30,6 +32,8 @@ def flaw_of(
         return f"the stages cover {at} of {blocks} blocks"
     if stages_most and len(reply.stages) > stages_most:
         return f"{len(reply.stages)} stages, where the pipeline's codec bears {stages_most}"
+    if stages_wanted and len(reply.stages) != stages_wanted:
+        return f"{len(reply.stages)} stages, where the job demands {stages_wanted}"
     for worker_id, span in spans.items():
         if worker_id not in there:
             return f"{worker_id} is not there"

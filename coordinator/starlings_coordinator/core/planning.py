@@ -24,6 +24,7 @@ from starlings_coordinator.core.waiting import (
     Reason,
     Waiting,
 )
+from starlings_job.cut import fixed_cut, stage_count
 from starlings_job.memory import bytes_per_parameter
 from starlings_protos.messages import (
     KEEPER,
@@ -165,8 +166,9 @@ class Planning:
         self._retry = None
         core.phase = Phase.PLANNING
         self.waiting = Waiting(ForPlanner(), self._because)
-        # The cut is fixed once anything was trained.
-        stages = core.state.stages if self.restart_version > 0 else ()
+        # The cut is fixed once anything was trained, or by the job.
+        trained = core.state.stages if self.restart_version > 0 else ()
+        stages = trained or fixed_cut(core.config.job.pipeline.stages)
         core.desk.ask(ComputePlan(self.request(self._usable(), stages, {})))
 
     def request(
@@ -184,6 +186,7 @@ class Planning:
             float(bytes_per_parameter(job.train, job.exchange.codec)),
             stages,
             stages_most=job.stages_most,
+            stages_wanted=0 if self.restart_version > 0 else stage_count(job.pipeline.stages),
         )
 
     def _retry_later(self, reason: str) -> None:
@@ -212,8 +215,10 @@ class Planning:
             return
         spans = {p.worker_id: p.span for p in reply.workers if p.span is not None}
         there = {m.worker_id for m in self._usable()}
-        most = 0 if core.state.stages else core.config.job.stages_most
-        flaw = flaw_of(reply, spans, there, len(core.config.profile.blocks), most)
+        job = core.config.job
+        most = 0 if core.state.stages else job.stages_most
+        wanted = stage_count(job.pipeline.stages)
+        flaw = flaw_of(reply, spans, there, len(core.config.profile.blocks), most, wanted)
         if flaw:
             self._retry_later(f"the planner's answer is wrong: {flaw}")
             return

@@ -76,7 +76,7 @@ def _halves(costs: Sequence[float], run: tuple[int, int]) -> list[tuple[int, int
 
 
 def candidate_cuts(
-    times: Sequence[float], sizes: Sequence[float], *, thorough: bool = True
+    times: Sequence[float], sizes: Sequence[float], *, thorough: bool = True, wanted: int = 0
 ) -> list[tuple[Stage, ...]]:
     """Cuts to compare, fewest stages first, without repeats.
 
@@ -84,11 +84,12 @@ def candidate_cuts(
         times: seconds per block, of a typical worker.
         sizes: bytes per block while it is trained.
         thorough: balance by time and by memory too, not only by both.
+        wanted: exactly so many stages; 0 for every count worth trying.
     """
     mean_time, mean_size = sum(times) / len(times), sum(sizes) / len(sizes)
     mixed = [t / mean_time + s / mean_size for t, s in zip(times, sizes, strict=True)]
     cuts: dict[tuple[Stage, ...], None] = {}
-    for count in stage_counts(len(times)):
+    for count in [wanted] if wanted else stage_counts(len(times)):
         for costs in (mixed, times, sizes) if thorough else (mixed,):
             cuts.setdefault(balanced_cut(costs, count))
     return list(cuts)

@@ -73,6 +73,8 @@ def make_plan(request: PlanRequest, profile: Profile) -> PlanReply:
         why = shortage_words(fleet, [(c.stages, c.found.choice) for c in candidates])
         if request.stages_most and not request.stages:
             why += f"; [pipeline] codec bears {request.stages_most} stages at most: int8:128 bears any number"
+        if request.stages_wanted and request.stages_wanted < len(profile.blocks):
+            why += f"; [pipeline] stages fixes {request.stages_wanted}: more of them need less memory each"
         return PlanReply(request.request_id, impossible=why)
     planned = [_planned(fleet, best, worker) for worker in fleet.workers]
     planned += [PlannedWorker(w, reason=flaw) for w, flaw in fleet.unmeasured.items()]
@@ -96,6 +98,7 @@ def _candidates(fleet: Fleet) -> list[Candidate]:
             fleet.typical_block_seconds(),
             fleet.block_bytes(),
             thorough=len(fleet.workers) <= THOROUGH_WORKERS_MOST,
+            wanted=request.stages_wanted,
         )
     )
     if request.stages_most and not request.stages:

@@ -58,8 +58,14 @@ def idle_words(fleet: Fleet, worker: PlanWorker, stages: Sequence[Stage]) -> str
 def shortage_words(fleet: Fleet, tried: Sequence[tuple[Sequence[Stage], Choice]]) -> str:
     """What would have to be there: memory for a block that fits nowhere, else for the stages that stay bare."""
     roomiest = max(w.memory_bytes for w in fleet.workers)
-    fixed = bool(fleet.request.stages)
-    pieces = tried[0][0] if fixed else [Stage(b, b) for b in range(len(fleet.profile.blocks))]
+    fixed = bool(fleet.request.stages or fleet.request.stages_wanted)
+    pieces: Sequence[Stage] = [Stage(b, b) for b in range(len(fleet.profile.blocks))]
+    if fixed:
+        # Of several cuts into as many stages, the one whose largest stage is smallest.
+        pieces = min(
+            (stages for stages, _ in tried),
+            key=lambda cut: max(fleet.least_bytes(s.first_block, s.last_block) for s in cut),
+        )
     for index, piece in enumerate(pieces):
         need = fleet.least_bytes(piece.first_block, piece.last_block)
         if need > roomiest:
