@@ -30,7 +30,7 @@ from starlings_compression.sizes import SizeEstimate, packed_bytes, plain_sectio
 from starlings_compression.spec import CodecSpec, parse_spec
 from starlings_compression.state import CodecState
 from starlings_compression.tensors import TORCH_TYPES, chunk_elements, data_type_of
-from starlings_compression.terms import Term
+from starlings_compression.terms import Landing, Term
 
 Buffer = Packed
 
@@ -62,6 +62,10 @@ class Source(Protocol):
         """What it is the weighted sum of, added up in this order, each rounded alone; nothing where that cannot be
         said. Values that are not finite need not be known yet: `read` refuses them.
         """
+
+    @property
+    def landing(self) -> Landing | None:
+        """Where what the encoded sum decodes to is wanted; an encoder may leave that to others."""
 
 
 class Codec(ABC):

@@ -29,8 +29,9 @@ from starlings_compression.terms import Term
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 _COMPILE_LIMIT_S = 60.0
-# Of a call of `Kernels.fold`.
+# Multiples of these many are what calls of `Kernels.fold`, and of `Kernels.add_up_folded`, take.
 FOLDED_ELEMENTS = 16
+SUMMED_ELEMENTS = 512
 _COMPILERS = ("cc", "gcc", "clang", "g++", "clang++")
 # Every operation rounded alone, as torch does it.
 _FLAGS = ("-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-x", "c")
@@ -38,6 +39,22 @@ _FLAGS = ("-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-f
 
 class _TermOfC(ctypes.Structure):
     _fields_ = (("values", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("weight", ctypes.c_float))
+
+
+class Folds:
+    """Room for what `Kernels.fold` says of several pieces."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._sums, self._squares = (ctypes.c_uint64 * count)(), (ctypes.c_double * count)()
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        return ctypes.addressof(self._sums), ctypes.addressof(self._squares)
+
+    def pairs(self) -> list[tuple[int, float]]:
+        """(sum, squares) of each piece."""
+        return list(zip(self._sums, self._squares, strict=True))
 
 
 class Kernels:
@@ -56,6 +73,12 @@ class Kernels:
         self._decode_folded = library.decode_int8_folded
         self._decode_folded.argtypes = [*[pointer] * 4, *[size] * 3, *[pointer] * 2]
         self._decode_folded.restype = None
+        self._encode_of_sum_folded = library.encode_int8_of_sum_folded
+        self._encode_of_sum_folded.argtypes = [pointer, size, *[pointer] * 6, *[size] * 3, *[pointer] * 2]
+        self._encode_of_sum_folded.restype = size
+        self._add_up_folded = library.add_up_folded
+        self._add_up_folded.argtypes = [pointer, size, *[pointer] * 2, *[size] * 2, *[pointer] * 2]
+        self._add_up_folded.restype = size
         self._decode = library.decode_int8
         self._decode.argtypes, self._decode.restype = [pointer] * 3 + [size] * 2, None
         self._fold = library.fold_words
@@ -86,27 +109,66 @@ class Kernels:
         error: torch.Tensor,
     ) -> float:
         """`encode_with_error` of the weighted sum of terms, at least one; codes among them are in this block size."""
-        summands = (_TermOfC * len(terms))()
-        for place, term in zip(summands, terms, strict=True):
-            place.values, place.weight = term.values.data_ptr(), term.weight
-            place.scales = None if term.scales is None else term.scales.data_ptr()
+        summands = _terms_of_c(terms)
         old = 0 if residual is None else residual.data_ptr()
         pointers = old, scales.data_ptr(), codes.data_ptr(), error.data_ptr()
         bits = self._encode_of_sum(ctypes.addressof(summands), len(terms), *pointers, *self._shape(error))
         return _from_bits(bits)
 
+    def encode_of_sum_folded(
+        self,
+        terms: Sequence[Term],
+        residual: torch.Tensor | None,
+        scales: torch.Tensor,
+        codes: torch.Tensor,
+        error: torch.Tensor,
+        out: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> tuple[int, Folds]:
+        """`encode_of_sum`, whose decoded blocks take their places in `out`, which may be the memory of a term, and
+        `fold` of each piece of that which is as long as `weights`: a multiple of the block, as `out` is one of it.
+        Returns how many elements were done: it stops at a block that is not finite, of which nothing is replaced.
+        """
+        summands, folds = _terms_of_c(terms), Folds(out.numel() // weights.numel())
+        old = 0 if residual is None else residual.data_ptr()
+        pointers = (
+            old,
+            scales.data_ptr(),
+            codes.data_ptr(),
+            error.data_ptr(),
+            out.data_ptr(),
+            weights.data_ptr(),
+        )
+        shape = folds.count, weights.numel(), self._block
+        blocks = self._encode_of_sum_folded(
+            ctypes.addressof(summands), len(terms), *pointers, *shape, *folds.addresses
+        )
+        return int(blocks) * self._block, folds
+
+    def add_up_folded(
+        self, terms: Sequence[Term], out: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[int, Folds]:
+        """The weighted sum of terms without scales, at least one, into `out`, which may be the memory of one of them;
+        and `fold` of each piece of it that is as long as `weights`, a multiple of SUMMED_ELEMENTS. Returns how many
+        elements were done: it stops where the sum is not finite, before anything of that is written.
+        """
+        summands, folds = _terms_of_c(terms), Folds(out.numel() // weights.numel())
+        pointers = out.data_ptr(), weights.data_ptr()
+        done = self._add_up_folded(
+            ctypes.addressof(summands), len(terms), *pointers, folds.count, weights.numel(), *folds.addresses
+        )
+        return int(done), folds
+
     def decode_folded(
         self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[list[int], list[float]]:
+    ) -> Folds:
         """`decode`, and `fold` of each piece of `out` that is as long as `weights`: a multiple of the block, as `out`
         is one of it.
         """
-        chunks, count = out.numel() // weights.numel(), weights.numel()
-        sums, squares = (ctypes.c_uint64 * chunks)(), (ctypes.c_double * chunks)()
+        folds = Folds(out.numel() // weights.numel())
         pointers = scales.data_ptr(), codes.data_ptr(), out.data_ptr(), weights.data_ptr()
-        results = ctypes.addressof(sums), ctypes.addressof(squares)
-        self._decode_folded(*pointers, chunks, count, self._block, *results)
-        return list(sums), list(squares)
+        self._decode_folded(*pointers, folds.count, weights.numel(), self._block, *folds.addresses)
+        return folds
 
     def decode(self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor) -> None:
         self._decode(scales.data_ptr(), codes.data_ptr(), out.data_ptr(), *self._shape(out))
@@ -121,6 +183,14 @@ class Kernels:
 
     def _shape(self, values: torch.Tensor) -> tuple[int, int]:
         return values.numel() // self._block, self._block
+
+
+def _terms_of_c(terms: Sequence[Term]) -> ctypes.Array[_TermOfC]:
+    summands = (_TermOfC * len(terms))()
+    for place, term in zip(summands, terms, strict=True):
+        place.values, place.weight = term.values.data_ptr(), term.weight
+        place.scales = None if term.scales is None else term.scales.data_ptr()
+    return summands
 
 
 def _from_bits(bits: int) -> float:
@@ -234,7 +304,7 @@ def _gives_the_same_bits(kernels: Kernels, block: int, values: torch.Tensor) -> 
     kernels.decode(scales, codes, decoded)
     if not _equal(decoded, codec.decode(expected, limit_bytes=4 * values.numel())):
         return False
-    weights = torch.arange(values.numel(), dtype=torch.int32) * 0x5BD1E995 | 1
+    weights = _some_weights(values.numel())
     total, squares = kernels.fold(values, weights)
     pairs = (values.view(torch.int32) * weights).view(torch.int64)
     if total != int(pairs.sum()) & ((1 << 64) - 1):
@@ -255,6 +325,9 @@ def _gives_the_same_bits(kernels: Kernels, block: int, values: torch.Tensor) -> 
         if not (buffer.endswith(body()) and _equal(error, wanted)):
             return False
         packed, plain = Term(0.3, codes.clone(), scales.clone(), block), Term(0.1, other)
+        for terms in ([plain, packed], [packed], [Term(1.0, half)]):
+            if not _lands_what_it_encodes(kernels, block, terms, residual):
+                return False
         kernels.decode(scales, codes, decoded)
         for terms, summed in (
             ([packed, plain], decoded * 0.3 + other * 0.1),
@@ -264,18 +337,63 @@ def _gives_the_same_bits(kernels: Kernels, block: int, values: torch.Tensor) -> 
             kernels.encode_of_sum(terms, residual, scales, codes, error)
             if not (buffer.endswith(body()) and _equal(error, wanted)):
                 return False
-    return _folds_what_it_decodes(kernels, block, scales, codes)
+    return _folds_what_it_decodes(kernels, block, scales, codes) and _adds_up(kernels, half, other)
 
 
 def _folds_what_it_decodes(kernels: Kernels, block: int, scales: torch.Tensor, codes: torch.Tensor) -> bool:
     if block % FOLDED_ELEMENTS:
         return True
     plain, folded = (torch.empty(codes.numel()) for _ in range(2))
-    weights = torch.arange(codes.numel() // 4, dtype=torch.int32) * 0x5BD1E995 | 1
+    weights = _some_weights(codes.numel() // 4)
     kernels.decode(scales, codes, plain)
     found = kernels.decode_folded(scales, codes, folded, weights)
-    wanted = [kernels.fold(piece, weights) for piece in plain.view(4, -1)]
-    return _equal(plain, folded) and list(zip(*found, strict=True)) == wanted
+    return _equal(plain, folded) and found.pairs() == _folds_of(kernels, plain, weights)
+
+
+def _lands_what_it_encodes(
+    kernels: Kernels, block: int, terms: Sequence[Term], residual: torch.Tensor | None
+) -> bool:
+    """In the place of a term that is plain, which is why the terms are copied first."""
+    if block % FOLDED_ELEMENTS:
+        return True
+    count = terms[0].values.numel()
+    wanted, found = (
+        (
+            torch.empty(count // block, dtype=torch.bfloat16),
+            torch.empty(count, dtype=torch.int8),
+            torch.empty(count),
+        )
+        for _ in range(2)
+    )
+    kernels.encode_of_sum(terms, residual, *wanted)
+    decoded, weights = torch.empty(count), _some_weights(count // 4)
+    kernels.decode(wanted[0], wanted[1], decoded)
+    copies = [Term(t.weight, t.values.clone(), t.scales, t.block) for t in terms]
+    out = next((t.values for t in copies if t.scales is None), torch.empty(count))
+    done, folds = kernels.encode_of_sum_folded(copies, residual, *found, out, weights)
+    same = all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(wanted, found, strict=True)
+    )
+    return (
+        same and done == count and _equal(out, decoded) and folds.pairs() == _folds_of(kernels, out, weights)
+    )
+
+
+def _adds_up(kernels: Kernels, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """In the place of the second term."""
+    if one.numel() % (4 * SUMMED_ELEMENTS):
+        return True
+    wanted, out, weights = one + other * 0.3, other.clone(), _some_weights(one.numel() // 4)
+    done, folds = kernels.add_up_folded([Term(1.0, one), Term(0.3, out)], out, weights)
+    return done == len(one) and _equal(out, wanted) and folds.pairs() == _folds_of(kernels, wanted, weights)
+
+
+def _some_weights(count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int32) * 0x5BD1E995 | 1
+
+
+def _folds_of(kernels: Kernels, values: torch.Tensor, weights: torch.Tensor) -> list[tuple[int, float]]:
+    return [kernels.fold(piece, weights) for piece in values.view(-1, weights.numel())]
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

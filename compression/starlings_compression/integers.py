@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from starlings_compression.blocks import BFLOAT16_MAX, SMALLEST_NORMAL, BlockCodec, Correction, Workspace
-from starlings_compression.compiled import int8_kernels
+from starlings_compression.compiled import FOLDED_ELEMENTS, Kernels, int8_kernels
 from starlings_compression.packing import pack, unpack
-from starlings_compression.terms import Term
+from starlings_compression.terms import Landing, Term
 
 # Of a computed source at once: small enough for a core's own cache.
 _SOURCE_ELEMENTS = 1 << 16
@@ -46,17 +47,15 @@ class Int8Codec(BlockCodec):
             if values.dtype != torch.float32:
                 return None
             return kernels.encode_with_error(values, correction.residual, scales, codes, flat)
-        residual = correction.residual
+        residual, done = correction.residual, 0
         terms = values.terms()
         if terms and all(term.scales is None or term.block == self.block for term in terms):
-            peak = kernels.encode_of_sum(terms, residual, scales, codes, flat)
-            if math.isfinite(peak):
-                return peak
-            # Once more, piece by piece: the source may say whose values were not finite.
+            done = self._write_sum(kernels, terms, residual, scales, codes, flat, values.landing)
+            # Where it stopped once more, piece by piece: the source may say whose values were not finite.
         # Computed chunk by chunk, in memory apart from the errors'.
         step = min(max(_SOURCE_ELEMENTS // self.block, 1) * self.block, flat.numel())
-        scratch, worst = torch.empty(step), 0.0
-        for start in range(0, flat.numel(), step):
+        scratch, worst = torch.empty(step if done < flat.numel() else 0), 0.0
+        for start in range(done, flat.numel(), step):
             stop = min(start + step, flat.numel())
             chunk = values.read(start, stop, scratch[: stop - start])
             old = None if residual is None else residual[start:stop]
@@ -66,6 +65,42 @@ class Int8Codec(BlockCodec):
                 return peak
             worst = max(worst, peak)
         return worst
+
+    def _write_sum(
+        self,
+        kernels: Kernels,
+        terms: Sequence[Term],
+        residual: torch.Tensor | None,
+        scales: torch.Tensor,
+        codes: torch.Tensor,
+        error: torch.Tensor,
+        landing: Landing | None,
+    ) -> int:
+        """Whole blocks of a sum, in one pass; those of whole chunks also land where they are wanted. Returns how many
+        elements are written: fewer than all, where something is not finite there.
+        """
+        count = error.numel()
+        first, last = (
+            (0, 0) if landing is None or self.block % FOLDED_ELEMENTS else landing.chunks(count, self.block)
+        )
+        for start, stop in ((0, first), (first, last), (last, count)):
+            if start == stop:
+                continue
+            blocks = slice(start // self.block, stop // self.block)
+            old = None if residual is None else residual[start:stop]
+            some = [term.piece(start, stop) for term in terms]
+            targets = scales[blocks], codes[start:stop], error[start:stop]
+            if landing is None or (start, stop) != (first, last):
+                if not math.isfinite(kernels.encode_of_sum(some, old, *targets)):
+                    return start
+                continue
+            done, folds = kernels.encode_of_sum_folded(
+                some, old, *targets, landing.out[start:stop], landing.weights
+            )
+            if done < stop - start:
+                return start + done
+            landing.last, landing.folds = stop, folds.pairs()
+        return count
 
     def term(self, weight: float, scales: torch.Tensor, packed: torch.Tensor) -> Term | None:
         return Term(weight, packed, scales, self.block)

@@ -8,6 +8,8 @@
 
 #define SMALLEST_NORMAL 1.17549435e-38f
 #define LARGEST 3.40282347e+38f
+/* Of magnitudes: infinity's, above all finite ones, and below every NaN's. */
+#define INFINITY_BITS 0x7f800000u
 /* Added and taken away again it leaves a number below 2^22 rounded to the nearest even whole one. */
 #define ROUNDING 12582912.0f
 
@@ -89,46 +91,60 @@ static inline void take_block(const struct term *term, size_t b, float *restrict
     }
 }
 
-/* int8 of the weighted sum of at least one term, added up in their order, plus a residual (none where it is NULL); `error`
- * receives what that drops.
+/* int8 of block `b` of a weighted sum, added up in the order of its terms, plus a residual (none where it is NULL); `error`
+ * receives what that drops, and `scale` what codes are multiplied by. Returns the bits of the peak. `plain`: the sum is the
+ * first term itself.
  */
-uint32_t encode_int8_of_sum(const struct term *terms, size_t count, const float *restrict residual,
-                            uint16_t *restrict scales, int8_t *restrict codes, float *restrict error, size_t blocks,
-                            size_t block) {
+static inline uint32_t encode_block_of_sum(const struct term *terms, size_t count, int plain, const float *residual,
+                                           uint16_t *scales, int8_t *codes, float *error, size_t b, size_t block,
+                                           float *scale_used) {
+    float *restrict dropped = error + b * block;
+    int8_t *restrict numbers = codes + b * block;
+    const float *sum = plain ? (const float *)terms[0].values + b * block : dropped;
+    if (!plain) for (size_t t = 0; t < count; t++) take_block(terms + t, b, dropped, block, t > 0);
+    uint32_t peak = 0;
+    if (residual == NULL) {
+        for (size_t i = 0; i < block; i++) peak = larger(peak, sum[i]);
+    } else {
+        const float *restrict added = residual + b * block;
+        for (size_t i = 0; i < block; i++) {
+            float corrected = sum[i] + added[i];
+            peak = larger(peak, corrected);
+            dropped[i] = corrected;
+        }
+        sum = dropped;
+    }
+    float scale = scale_of(peak, scales + b), inverse = 1.0f / scale;
+    if (scale > LARGEST / 128.0f) {
+        for (size_t i = 0; i < block; i++) {
+            float code = code_of(sum[i], inverse);
+            numbers[i] = (int8_t)(int32_t)code;
+            dropped[i] = sum[i] - bounded(code * scale);
+        }
+    } else {
+        for (size_t i = 0; i < block; i++) {
+            float code = code_of(sum[i], inverse);
+            numbers[i] = (int8_t)(int32_t)code;
+            dropped[i] = sum[i] - code * scale;
+        }
+    }
+    *scale_used = scale;
+    return peak;
+}
+
+static inline int plain_sum(const struct term *terms, size_t count) {
+    return count == 1 && terms[0].scales == NULL && terms[0].weight == 1.0f;
+}
+
+/* int8 of the weighted sum of at least one term. Returns the bits of the largest peak. */
+uint32_t encode_int8_of_sum(const struct term *terms, size_t count, const float *residual, uint16_t *scales,
+                            int8_t *codes, float *error, size_t blocks, size_t block) {
     uint32_t worst = 0;
-    int plain = count == 1 && terms[0].scales == NULL && terms[0].weight == 1.0f;
+    float scale;
+    int plain = plain_sum(terms, count);
     for (size_t b = 0; b < blocks; b++) {
-        float *dropped = error + b * block;
-        int8_t *numbers = codes + b * block;
-        const float *sum = plain ? (const float *)terms[0].values + b * block : dropped;
-        if (!plain) for (size_t t = 0; t < count; t++) take_block(terms + t, b, dropped, block, t > 0);
-        uint32_t peak = 0;
-        if (residual == NULL) {
-            for (size_t i = 0; i < block; i++) peak = larger(peak, sum[i]);
-        } else {
-            const float *added = residual + b * block;
-            for (size_t i = 0; i < block; i++) {
-                float corrected = sum[i] + added[i];
-                peak = larger(peak, corrected);
-                dropped[i] = corrected;
-            }
-            sum = dropped;
-        }
+        uint32_t peak = encode_block_of_sum(terms, count, plain, residual, scales, codes, error, b, block, &scale);
         worst = peak > worst ? peak : worst;
-        float scale = scale_of(peak, scales + b), inverse = 1.0f / scale;
-        if (scale > LARGEST / 128.0f) {
-            for (size_t i = 0; i < block; i++) {
-                float code = code_of(sum[i], inverse);
-                numbers[i] = (int8_t)(int32_t)code;
-                dropped[i] = sum[i] - bounded(code * scale);
-            }
-        } else {
-            for (size_t i = 0; i < block; i++) {
-                float code = code_of(sum[i], inverse);
-                numbers[i] = (int8_t)(int32_t)code;
-                dropped[i] = sum[i] - code * scale;
-            }
-        }
     }
     return worst;
 }
@@ -200,4 +216,54 @@ void decode_int8_folded(const uint16_t *restrict scales, const int8_t *restrict 
         }
         sums[c] = finish(&state, squares + c);
     }
+}
+
+/* encode_int8_of_sum of `chunks` pieces of `length` elements, of which each block is then replaced in `out` by what it
+ * decodes to, and fold_words of each piece of that. `out` may be the values of a term. Returns how many blocks were done: it
+ * stops at one that is not finite, before anything of it is replaced.
+ */
+size_t encode_int8_of_sum_folded(const struct term *terms, size_t count, const float *residual, uint16_t *scales,
+                                 int8_t *codes, float *error, float *out, const uint32_t *weights, size_t chunks,
+                                 size_t length, size_t block, uint64_t *sums, double *squares) {
+    int plain = plain_sum(terms, count);
+    float scale;
+    for (size_t c = 0; c < chunks; c++) {
+        struct folded state = {0};
+        for (size_t start = 0; start < length; start += block) {
+            size_t first = c * length + start, b = first / block;
+            uint32_t peak = encode_block_of_sum(terms, count, plain, residual, scales, codes, error, b, block, &scale);
+            if (peak >= INFINITY_BITS) return b;
+            const int8_t *restrict numbers = codes + first;
+            float *restrict target = out + first;
+            for (size_t i = 0; i < block; i++) target[i] = bounded((float)numbers[i] * scale);
+            fold(&state, target, weights + start, block);
+        }
+        sums[c] = finish(&state, squares + c);
+    }
+    return chunks * length / block;
+}
+
+#define PIECE 512
+
+/* The weighted sum of at least one term of plain floats, added up in their order, of `chunks` pieces of `length` elements
+ * (a multiple of PIECE) into `out`, which may be the values of a term; and fold_words of each of them. Returns how many
+ * elements were done: it stops at a PIECE that is not finite, before anything of it is written.
+ */
+size_t add_up_folded(const struct term *terms, size_t count, float *out, const uint32_t *weights, size_t chunks,
+                     size_t length, uint64_t *sums, double *squares) {
+    float piece[PIECE];
+    for (size_t c = 0; c < chunks; c++) {
+        struct folded state = {0};
+        for (size_t start = 0; start < length; start += PIECE) {
+            size_t first = c * length + start;
+            for (size_t t = 0; t < count; t++) take_block(terms + t, first / PIECE, piece, PIECE, t > 0);
+            uint32_t peak = 0;
+            for (size_t i = 0; i < PIECE; i++) peak = larger(peak, piece[i]);
+            if (peak >= INFINITY_BITS) return first;
+            memcpy(out + first, piece, sizeof piece);
+            fold(&state, piece, weights + start, PIECE);
+        }
+        sums[c] = finish(&state, squares + c);
+    }
+    return chunks * length;
 }

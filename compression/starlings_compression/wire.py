@@ -17,10 +17,13 @@ from starlings_compression.tensors import TORCH_TYPES, data_type_of, is_finite, 
 from starlings_compression.terms import Term
 
 
-def to_wire(codec: Codec, tensor: torch.Tensor, *, name: str = "tensor") -> memoryview:
+def to_wire(codec: Codec, tensor: torch.Tensor, *, name: str = "tensor", finite: bool = False) -> memoryview:
     """The bytes of `tensor`.
 
     For `exact` and a contiguous host tensor they are its own memory: do not change it before they are sent.
+
+    Args:
+        finite: all values are known to be; codecs that read them anyway check it all the same.
 
     Raises:
         CodecError: NaN or infinite values, or a type that the codec does not take; names the tensor.
@@ -29,7 +32,7 @@ def to_wire(codec: Codec, tensor: torch.Tensor, *, name: str = "tensor") -> memo
         return memoryview(codec.encode(tensor, name=name))
     data_type_of(tensor, name)
     host = tensor.detach().to("cpu").contiguous()
-    if not is_finite(host):
+    if not (finite or is_finite(host)):
         raise CodecError(f"{name}: NaN or infinite values")
     return host.view(-1).view(torch.uint8).numpy().data
 

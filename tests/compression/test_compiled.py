@@ -16,7 +16,7 @@ from starlings_compression.codec import make_codec
 from starlings_compression.errors import CodecError
 from starlings_compression.feedback import ErrorFeedback
 from starlings_compression.layout import DataType
-from starlings_compression.terms import Term
+from starlings_compression.terms import Landing, Term
 from starlings_compression.wire import open_wire, plain_reader
 
 needs_a_compiler = pytest.mark.skipif(
@@ -63,6 +63,10 @@ def test_a_compiler_that_fails_is_told_and_nothing_is_used(
         ("out[i] += (float)codes[i] * scale * weight;", "out[i] += (float)codes[i] * scale;"),
         ("fold(&state, out + first, weights + start, block);", "fold(&state, out + first, weights, block);"),
         ("0xffff0000u", "0xffffff00u"),
+        ("target[i] = bounded((float)numbers[i] * scale);", "target[i] = (float)numbers[i];"),
+        ("fold(&state, target, weights + start, block);", "fold(&state, target, weights, block);"),
+        ("piece, PIECE, t > 0);", "piece, PIECE, t > 1);"),
+        ("fold(&state, piece, weights + start, PIECE);", "fold(&state, piece, weights, PIECE);"),
     ],
 )
 def test_code_that_gives_other_bits_is_not_used(
@@ -145,8 +149,11 @@ def test_a_sum_that_is_encoded_at_once_gives_the_bits_of_one_that_is_computed_fi
 
     class Sum:
         shape, device, granularity = (count,), torch.device("cpu"), 64
+        # Where what is encoded is wanted once it is decoded.
+        landing: Landing | None
 
-        def __init__(self) -> None:
+        def __init__(self, landing: Landing | None = None) -> None:
+            self.landing = landing
             self.readers = [
                 plain_reader(tensors[0]),
                 open_wire(
@@ -174,15 +181,34 @@ def test_a_sum_that_is_encoded_at_once_gives_the_bits_of_one_that_is_computed_fi
                 raise CodecError("the third's values are not finite")
             return into
 
-    def run(residual: torch.Tensor | None) -> tuple[bytes, bytes]:
+    def run(residual: torch.Tensor | None, landing: Landing | None = None) -> tuple[bytes, bytes]:
         buffer, error = bytearray(codec.size_estimate(tensors[0]).most_bytes), torch.empty(count)
-        codec.encode_with_error(Sum(), buffer, error, residual=residual)
+        codec.encode_with_error(Sum(landing), buffer, error, residual=residual)
         return bytes(buffer), bytes(error.view(torch.uint8).numpy())
 
     eager = [run(None), run(tensors[2])]
     assert len(Sum().terms()) == 3
     assert compiled.prepare(codec.spec) is None
     assert [run(None), run(tensors[2])] == eager
+    # The same bytes, and whole chunks of what they decode to in the place of a summand.
+    kept, weights = tensors[0].clone(), torch.arange(128, dtype=torch.int32) | 1
+    landing = Landing(tensors[0], weights, 64)
+    assert run(tensors[2], landing) == eager[1]
+    decoded = codec.decode(eager[1][0], limit_bytes=size)
+    assert (landing.first, landing.last, len(landing.folds)) == (64, 64 + 9 * 128, 9)
+    assert torch.equal(tensors[0][64:1216], decoded[64:1216])
+    assert torch.equal(tensors[0][:64], kept[:64])
+    assert torch.equal(tensors[0][1216:], kept[1216:])
+    found = compiled.int8_kernels(64)
+    assert found is not None
+    assert landing.folds == [found.fold(piece, weights) for piece in decoded[64:1216].view(-1, 128)]
+    for first in (32, count):
+        nowhere = Landing(torch.empty(0), weights, first)
+        tensors[0].copy_(kept)
+        assert run(tensors[2], nowhere) == eager[1]
+        assert not nowhere.folds
     tensors[2][100] = float("inf")
-    with pytest.raises(CodecError, match="the third's"):
-        run(None)
+    for where in (None, Landing(tensors[0], weights, 0)):
+        with pytest.raises(CodecError, match="the third's"):
+            run(None, where)
+    assert torch.equal(tensors[0][64:], kept[64:]), "nothing of a block that is not finite may be replaced"

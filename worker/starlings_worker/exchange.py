@@ -162,6 +162,8 @@ class ExchangeBuffers:
         if opened.rounds is not None:
             opened.rounds.rollback()
             values = opened.rounds.first(vector) if opened.contributes else None
+        else:
+            opened.result = Fingerprint(vector)
         self._begin_pass(opened, values, opened.rounds.first_size if opened.rounds else vector.numel())
         self._open[step, attempt, group.group] = opened
 
@@ -227,46 +229,44 @@ class ExchangeBuffers:
             RefusedPart: names the owner of a part that was malformed or not finite.
         """
         opened = self._opened(step, attempt, group)
-        # Of each piece as soon as it is written, where the vector itself is summed up.
-        result = Fingerprint(opened.vector)
         if len(opened.group.members) == 1:
-            digest, norm = result.finish()
+            digest, norm = fingerprint(opened.vector)
             if not math.isfinite(norm):
                 raise RefusedPart(self._worker_id, "its gradient is not finite")
             return digest, norm
         values = opened.present.values
         for part, begin, end, data in self._aggregates(opened, step, attempt, len(opened.passes) - 1):
-            self._write_aggregate(opened, part, begin, end, data, None if opened.rounds else result)
+            self._write_aggregate(opened, part, begin, end, data)
         if (rounds := opened.rounds) is not None:
             if len(opened.passes) == 1:
                 self._begin_pass(opened, rounds.second(values), rounds.second_size)
                 return None
             rounds.result(opened.passes[0].values, values, opened.vector)
-        digest, norm = result.finish()
+        digest, norm = (opened.result or Fingerprint(opened.vector)).finish()
         if not math.isfinite(norm):
             raise RefusedPart(self._worker_id, "the product of the summed factors is not finite")
         return digest, norm
 
     def _write_aggregate(
-        self,
-        opened: OpenGroup,
-        part: int,
-        begin: int,
-        end: int,
-        data: Buffer | None,
-        result: Fingerprint | None,
+        self, opened: OpenGroup, part: int, begin: int, end: int, data: Buffer | None
     ) -> None:
         """Decodes it chunk by chunk in place of what was summed up. Raises RefusedPart."""
         owner, what = opened.group.members[part].worker_id, f"the aggregate of part {part}"
         reader = self._reader(opened, Leg.AGGREGATE, data, end - begin, owner, what)
         size = chunk_elements(opened.vector.device, reader.granularity)
-        term = None if result is None or not reader.checked else reader.term(1.0)
+        result, term = opened.result, None if opened.result is None else reader.term(1.0)
+        placed = opened.present.placed if part == opened.own else range(0)
         start, count = 0, end - begin
         while start < count:
-            stop = min(start + size, count)
+            if start in placed:
+                start = placed.stop
+                continue
+            # Up to what is there already.
+            rest = placed.start if start < placed.start else count
+            stop = min(start + size, rest)
             if result is not None and term is not None:
-                if (decoded := result.decode(term, begin, start, count)) > start:
-                    start = decoded
+                if (written := result.write([term], begin, start, rest)) > start:
+                    start = written
                     continue
                 stop = min(stop, result.border(begin, start, reader.granularity))
             into = opened.present.values[begin + start : begin + stop]
@@ -276,7 +276,7 @@ class ExchangeBuffers:
             if values.data_ptr() != into.data_ptr():
                 into.copy_(values)
             if result is not None:
-                result.advance(begin + stop)
+                result.take(begin + start, begin + stop)
             start = stop
 
     def _aggregates(
@@ -453,24 +453,35 @@ class ExchangeBuffers:
     def _with_owed(self, opened: OpenGroup, begin: int, end: int) -> Tensor:
         """The present pass's values of the own part, and what was dropped of them as long as others owned it."""
         values = opened.present.values[begin:end]
+        if opened.codecs[Leg.CONTRIBUTION].lossless:
+            return values
         owed = self._residuals[opened.group.group, Leg.CONTRIBUTION].carried((begin, end))
         return values if owed is None else values + owed
 
     def _encode(self, opened: OpenGroup, leg: Leg, part: int, values: Tensor | WeightedSum) -> Buffer:
         codec, group = opened.codecs[leg], opened.group.group
         name = f"part {part} of {group}"
+        present, (begin, end) = opened.present, opened.present.bounds[part]
         try:
-            if codec.lossless:
+            if isinstance(values, WeightedSum):
+                if codec.lossless:
+                    # It takes the place of the own summand, where it would be written in the end: fresh memory of that
+                    # size would cost more than the sum.
+                    total = values.write(opened.result, present.values, begin, end)
+                    present.placed = range(end - begin)
+                    return wire.lend(codec, total, name, finite=True)
+                if opened.result is not None:
+                    values.landing = opened.result.landing(begin, end)
+            elif codec.lossless:
                 # Nobody changes the memory as long as it is needed: a pass keeps its values until all aggregates are
-                # here, and then every owner has its contributions. The sum takes the place of the own summand, where
-                # it would be written in the end: fresh memory of that size would cost more than the sum.
-                if not isinstance(values, Tensor):
-                    begin, end = opened.present.bounds[part]
-                    values = values.write(opened.present.values[begin:end])
+                # here, and then every owner has its contributions.
                 return wire.lend(codec, values, name)
             feedback = self._residuals[group, leg].of(part)
             data = fresh(feedback.most_bytes(values))
-            return data[: feedback.encode_into(values, data, name=name)]
+            data = data[: feedback.encode_into(values, data, name=name)]
+            if isinstance(values, WeightedSum) and opened.result is not None and values.landing is not None:
+                present.placed = opened.result.landed(values.landing, begin)
+            return data
         except CodecError as error:
             raise RefusedPart(self._worker_id, str(error)) from None
 

@@ -12,6 +12,7 @@ from starlings_compression.codec import Codec
 from starlings_compression.linear import LinearRounds
 from starlings_protos.messages import ExchangeGroup, ExchangeHeader, ExchangePurpose, WorkerId
 from starlings_worker.core.events import Leg
+from starlings_worker.digest import Fingerprint
 from starlings_worker.flat import FlatVector
 from starlings_worker.wire import Buffer
 
@@ -38,6 +39,8 @@ class Pass:
     # What it adds to its own part, where that is not encoded first.
     own_summand: Tensor | None = None
     aggregate: Buffer | None = None
+    # Elements of the own part, counted from its beginning, that hold what the aggregate decodes to already.
+    placed: range = range(0)
 
 
 @dataclass(slots=True)
@@ -53,6 +56,8 @@ class OpenGroup:
     # Where the vector's factors are summed up in two passes.
     rounds: LinearRounds | None = None
     passes: list[Pass] = field(default_factory=list)
+    # Of what the vector becomes, piece by piece as it is written; None where that is not the sum itself.
+    result: Fingerprint | None = None
 
     @property
     def present(self) -> Pass:
@@ -64,12 +69,13 @@ class OpenGroup:
 
     @property
     def adds_own_as_it_is(self) -> bool:
-        """Whether what this worker adds to its own part goes into the sum as it is: it does not travel, so a lossy
-        codec would cost time and precision for nothing. Not so where few values are kept: the sum travels as the union
-        of the contributions' places, and all places of one of them would crowd out the rest.
+        """Whether what this worker adds to its own part goes into the sum as it is: it does not travel, so a codec
+        would cost time, and a lossy one precision, for nothing. Not so where few values are kept: the sum travels as
+        the union of the contributions' places, and all places of one of them would crowd out the rest. Nor of factors,
+        which are few: what is not finite is best found before anybody multiplies by it.
         """
         codec = self.codecs[Leg.CONTRIBUTION]
-        return self.contributes and not codec.lossless and codec.spec.reducer is None
+        return self.contributes and codec.spec.reducer is None and self.rounds is None
 
 
 def arrived_key(leg: Leg, header: ExchangeHeader, sender: WorkerId) -> ArrivedKey:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from starlings_compression.errors import CodecError
 from starlings_compression.tensors import chunk_elements
-from starlings_compression.terms import Term
+from starlings_compression.terms import Landing, Term
 from starlings_compression.wire import WireReader
 from starlings_protos.messages import WorkerId
-from starlings_worker.digest import is_finite
+from starlings_worker.digest import Fingerprint, is_finite
 from starlings_worker.open_group import RefusedPart
 
 # On a host: a chunk of the sum and one of a summand fit a core's own cache together.
@@ -46,23 +47,40 @@ class WeightedSum:
             step = min(step, max(_CHUNK_ELEMENTS // self.granularity, 1) * self.granularity)
         self._step = step
         self._scratch: Tensor | None = None
+        # Where what it is encoded as is wanted once it is decoded.
+        self.landing: Landing | None = None
 
     def terms(self) -> Sequence[Term]:
         terms = [summand.reader.term(summand.weight) for summand in self._summands]
         found = [term for term in terms if term is not None]
         return found if len(found) == len(terms) else ()
 
-    def write(self, out: Tensor) -> Tensor:
-        """All of it into `out`, which may be the memory of a summand: of no use afterwards.
+    def write(self, result: Fingerprint | None, values: Tensor, begin: int, end: int) -> Tensor:
+        """All of it into elements begin..end of `values`, which may be the memory of a summand: of no use afterwards.
+        `result` is of that vector, and takes what is written.
 
         Raises:
-            RefusedPart: as `read`; some of `out` is written then.
+            RefusedPart: as `read`; some is written then.
+            CodecError: no summand is to blame, but the sum is not finite.
         """
-        size, step = out.numel(), self._step
-        chunk = torch.empty(min(step, size), dtype=torch.float32, device=self.device)
-        for start in range(0, size, step):
-            stop = min(start + step, size)
-            out[start:stop].copy_(self.read(start, stop, chunk[: stop - start]))
+        out = values[begin:end]
+        terms = self.terms() if result is not None else ()
+        chunk = torch.empty(min(self._step, out.numel()), dtype=torch.float32, device=self.device)
+        start = 0
+        while start < out.numel():
+            if result is not None and (done := result.write(terms, begin, start, out.numel())) > start:
+                start = done
+                continue
+            stop = min(start + self._step, out.numel())
+            if terms and result is not None:
+                stop = min(stop, result.border(begin, start, self.granularity))
+            total = self.read(start, stop, chunk[: stop - start])
+            if not is_finite(total):
+                raise CodecError("the sum of finite values is not finite")
+            out[start:stop].copy_(total)
+            if result is not None:
+                result.take(begin + start, begin + stop)
+            start = stop
         return out
 
     def read(self, start: int, stop: int, into: Tensor) -> Tensor:

@@ -22,9 +22,11 @@ def encode(codec: Codec, tensor: Tensor, name: str) -> Buffer:
     return bytes(data) if codec.spec.raw else data
 
 
-def lend(codec: Codec, tensor: Tensor, name: str) -> Buffer:
-    """As `encode`; raw bytes of a tensor on the host are its own memory, which must keep until nobody needs them."""
-    return to_wire(codec, tensor, name=name)
+def lend(codec: Codec, tensor: Tensor, name: str, *, finite: bool = False) -> Buffer:
+    """As `encode`; raw bytes of a tensor on the host are its own memory, which must keep until nobody needs them.
+    `finite`: it is known to be.
+    """
+    return to_wire(codec, tensor, name=name, finite=finite)
 
 
 def reader(codec: Codec, data: Buffer, size: int, device: torch.device) -> WireReader:
