@@ -80,9 +80,8 @@ class BlockCodec(Codec):
     def write_compiled(
         self, flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, correction: Correction | None
     ) -> float | None:
-        """Writes whole blocks by compiled code, if there is any; returns a number that is finite exactly when all values
-        are. With a correction `flat` is still
-        to be filled, and receives the errors.
+        """Writes whole blocks by compiled code, if there is any; returns a number that is finite exactly when all
+        values are. With a correction `flat` is still to be filled, and receives the errors.
         """
         return None
 
