@@ -14,6 +14,8 @@ from typing import assert_never
 import torch
 
 from starlings_compression import compiled
+from starlings_compression.codec import make_codec
+from starlings_compression.spec import parse_spec
 from starlings_job.errors import JobError
 from starlings_job.model import Batch, build_stage, decode_prompt, decode_records, loss_sum
 from starlings_job.spec import JobSpec
@@ -68,6 +70,20 @@ from starlings_worker.stage import HeldSpan, StageModule
 
 # Small models make quick steps: without this a joiner would have to load within three of them.
 _HISTORY_AT_LEAST_BYTES = 64 << 20
+# Shorter vectors are summed up faster than the loops for it are compiled, in any number of steps that matters.
+_COMPILED_FROM_ELEMENTS = 1 << 20
+
+
+def compiled_for(exchange_codec: str, pipeline_codec: str, elements: int) -> str | None:
+    """The codec whose loops are worth a compiler's second for a vector of so many elements; None: none is.
+
+    Sums and fingerprints of other codecs than int8 use what comes with those loops.
+    """
+    specs = [parse_spec(spec) for spec in (exchange_codec, pipeline_codec)]
+    whole = [spec.text for spec in specs if spec.reducer is None and spec.values.name == "int8"]
+    if elements >= _COMPILED_FROM_ELEMENTS:
+        return (whole or ["int8:128"])[0]
+    return exchange_codec if exchange_codec in whole else None
 
 
 def history_limit_bytes(span: HeldSpan) -> int:
@@ -88,7 +104,11 @@ class Computer:
         meters: Meters,
         cache: Path | None = None,
     ) -> None:
-        """`cache`: a directory for what a worker leaves behind; None: it leaves nothing."""
+        """`cache`: a directory for what a worker leaves behind; None: it leaves nothing.
+
+        Raises:
+            SpecError: one of the job's codecs needs a library that is missing here.
+        """
         self._worker_id = worker_id
         self._job = job
         self._dataset = job.dataset
@@ -97,6 +117,8 @@ class Computer:
         self._throttle = throttle
         self._meters = meters
         self.boundary_codecs = BoundaryCodecs(job.pipeline.codec)
+        # Now, and not when the span is there: whoever cannot encode should not begin to load.
+        make_codec(job.exchange.codec)
         self.microbatches = Microbatches()
         self.snapshots = Snapshots()
         self.history = History()
@@ -105,9 +127,6 @@ class Computer:
         self._runner: Runner | None = None
         self._cache = cache
         self.left_behind: LeftBehind | None = None
-        if device.torch.type == "cpu":
-            # Takes a second, and whoever encodes meanwhile makes the same bytes more slowly.
-            threading.Thread(target=compiled.prepare, args=(job.exchange.codec,), daemon=True).start()
 
     # ---------------------------------------------------------------- the span
 
@@ -143,6 +162,11 @@ class Computer:
         self.held = held
         self._runner = Runner(held, loss_sum, recompute=load.assignment.recompute, bf16=self.device.bf16)
         self.exchange = ExchangeBuffers(self._worker_id, self._job.exchange.codec, held.vectors)
+        largest = max((vector.size for vector in held.vectors.values()), default=0)
+        spec = compiled_for(self._job.exchange.codec, self._job.pipeline.codec, largest)
+        if spec is not None and self.device.torch.type == "cpu":
+            # Takes a second, and whoever encodes meanwhile makes the same bytes more slowly.
+            threading.Thread(target=compiled.prepare, args=(spec,), daemon=True).start()
         return held.block_digests()
 
     # ---------------------------------------------------------------- effects

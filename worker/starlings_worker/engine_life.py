@@ -108,6 +108,7 @@ class Life:
 
         Raises:
             JobFileError, ProfileError: the Welcome's job or profile makes no sense.
+            SpecError: one of the job's codecs needs a library that is missing here.
         """
         self.welcome = welcome
         self.job = JobSpec.from_json(welcome.job_json)

@@ -16,6 +16,7 @@ from typing import BinaryIO
 import grpc.aio
 import torch
 
+from starlings_compression.errors import SpecError
 from starlings_job.errors import JobError
 from starlings_job.profile import ProfileError
 from starlings_protos import channels, control_pb2, convert, data_pb2_grpc, messages, process_pb2
@@ -133,6 +134,8 @@ class EngineProcess:
     def _received(self, message: process_pb2.ToEngine) -> None:
         try:
             self._dispatch(message)
+        except SpecError as error:
+            self._fail(ExitCode.MISMATCH, f"this worker cannot encode as the job says: {error}")
         except (StarlingsError, JobError, ProfileError, ValueError) as error:
             self._fail(ExitCode.MISMATCH, f"the coordinator's message makes no sense here: {error}")
 
