@@ -35,6 +35,8 @@ from starlings_protos import control_pb2
 WORKERS, BATCH, MICROBATCH, LENGTH, HELD_OUT = 4, 16, 4, 128, 64
 # The planner would cut by what it measures and by what the codec makes of a boundary: another layout in every run.
 STAGES = (4, 4)
+# At twice that, runs part by a percent from whatever touches them (compression/README.md), and no codec can be judged.
+RATE = 1e-3
 # Room for either stage and not for both, so that four workers can only be two holders of each.
 WORKER = (
     "--listen", "127.0.0.1", "--port", "0", "--devices", "cpu", "--threads", "1", "--precision", "fp32",
@@ -50,7 +52,7 @@ def job_text(codec: str, seed: int, steps: int) -> str:
             "job": {"name": "codec-swarm", "seed": seed, "tokens": steps * BATCH * LENGTH},
             "model": {"preset": "tiny"},
             "data": {"source": "stdlib", "limit": "4M", "sequence_length": LENGTH, "held_out": HELD_OUT},
-            "train": {"batch": BATCH, "microbatch": MICROBATCH, "lr": 2e-3},
+            "train": {"batch": BATCH, "microbatch": MICROBATCH, "lr": RATE},
             "pipeline": {"codec": codec, "stages": STAGES},
             "exchange": {"codec": codec},
             "swarm": {"min_workers": WORKERS, "settle_s": 0.5},
