@@ -54,6 +54,16 @@ def test_the_cut_is_part_of_what_all_agree_on_but_not_of_the_preparation() -> No
     assert json.loads(cut.to_json())["pipeline"]["stages"] == [3, 3]
 
 
+def test_a_coarse_codec_bears_few_stages_unless_forced() -> None:
+    coarse = MINIMAL + '[pipeline]\ncodec = "int4:64"\n'
+    assert parse_job(coarse + "stages = 5\n").pipeline.stages == 5
+    assert parse_job(coarse + "force = true\nstages = 6\n").pipeline.stages == 6
+    with pytest.raises(
+        JobFileError, match=r"int4:64 bears 5 stages at most, and stages wants 6; write int8:128"
+    ):
+        parse_job(coarse + "stages = [1, 1, 1, 1, 1, 1]\n")
+
+
 def test_prepare_refuses_a_cut_before_it_reads_any_text(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text(MINIMAL + '[data]\nsource = "absent/*.txt"\n[pipeline]\nstages = 7\n')
