@@ -1,6 +1,7 @@
 """A group's exchange among worker processes on loopback, beside what it could cost at least.
 
-For each size and number of workers, in turns within one run, medians over the rounds of the slowest worker:
+For each size and number of workers, in turns within one run, forwards and backwards, medians over the rounds of the
+slowest worker:
 - `exact` and `int8:128`: the worker's own buffers and links, over mTLS channels between processes;
 - the *floor* of each: as many bytes through the same channels in the same two legs, without codec and sums;
 - `gloo`: torch.distributed's all_reduce of the same tensor, without encryption.
@@ -37,6 +38,7 @@ BOUNDS = {"exact": 1.4, "int8:128": 1.8}
 GLOO_AIM = 1.5
 GROUP = "stage:0"
 ROUND_LIMIT_S = 120.0
+SHORT_ELEMENTS = 16 << 20
 
 
 # ---------------------------------------------------------------------- one worker process
@@ -330,15 +332,19 @@ class Swarm:
 
 
 def measure(count: int, elements: int, rounds: int, scratch: Path, eager: bool) -> list[dict[str, Any]]:
-    """Rows of one size; the kinds take turns, the first turn warms up and does not count."""
+    """Rows of one size; the kinds take turns, the first turn warms up and does not count.
+
+    Every other turn goes backwards: whoever comes after a larger transfer finds colder caches. Short vectors take more
+    turns, as single ones say less.
+    """
     kinds = [(kind, codec) for codec in CODECS for kind in ("exchange", "floor")] + [("gloo", "exact")]
     found: dict[tuple[str, str], list[dict[str, float]]] = {kind: [] for kind in kinds}
     swarm = Swarm(count, elements, scratch, eager)
     if swarm.why_eager is not None:
         print(f"int8 is not compiled: {swarm.why_eager}", file=sys.stderr)
     try:
-        for turn in range(rounds + 1):
-            for kind in kinds:
+        for turn in range(rounds * (4 if elements <= SHORT_ELEMENTS else 1) + 1):
+            for kind in kinds if turn % 2 else reversed(kinds):
                 result = swarm.round(*kind)
                 if turn:
                     found[kind].append(result)
@@ -377,7 +383,7 @@ def main() -> int:
     parser.add_argument(
         "--eager", action="store_true", help="without compiled code, as a machine without a compiler"
     )
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="of 64 M values; four times as many of fewer")
     options = parser.parse_args()
     if options.worker:
         asyncio.run(work())

@@ -34,7 +34,7 @@ def _prepared(folder: Path, codec: str) -> Path:
             4000 * BATCH * LENGTH,
             data={"sequence_length": LENGTH},
             train={"batch": BATCH, "microbatch": 2, "optimizer": "sgd", "lr": 0.1, "clip": 0.5},
-            pipeline={"codec": "exact"},
+            pipeline={"codec": "exact", "stages": 1},
             exchange={"codec": codec},
             swarm={"min_workers": WORKERS, "settle_s": 0.5},
         ),
