@@ -41,6 +41,7 @@ PURE = (
     "worker/starlings_worker/outer/outcome.py",
     "protos/starlings_protos/messages.py",
     "protos/starlings_protos/pair_messages.py",
+    "protos/starlings_protos/stream_messages.py",
     "protos/starlings_protos/vocabulary.py",
     "protos/starlings_protos/bus/address.py",
     "protos/starlings_protos/bus/link.py",

@@ -102,14 +102,12 @@ def describe_job(job: JobSpec, base: Path) -> ModelDescription:
     if job.model.preset is not None:
         preset = PRESETS[job.model.preset]
         where = f"preset {job.model.preset}"
-        description = describe(
-            preset.family, preset.config, where, untie=job.model.untie, trainable=trainable
-        )
+        description = describe(preset.family, preset.config, where, untie=job.unties, trainable=trainable)
     else:
         path = base / Path(job.model.config or job.model.from_ or "").expanduser()
         if job.model.from_ is not None and not path.is_dir():
             raise JobFileError(f"[model] from: there is no directory {path}")
-        description = describe_config_file(path, untie=job.model.untie, trainable=trainable)
+        description = describe_config_file(path, untie=job.unties, trainable=trainable)
     if description.is_language_model == (job.data.source == (SHAPES,)):
         raise JobFileError('[data] source "shapes" is for image classifiers, and they take nothing else')
     if description.is_language_model and job.data.sequence_length > description.context_tokens:

@@ -49,6 +49,11 @@ def samples_of_step(seed: int, population: int, step: int, batch: int) -> tuple[
     return tuple(ids)
 
 
+def samples_at(seed: int, population: int, epoch: int, first: int, end: int) -> tuple[int, ...]:
+    """The sample ids at positions `first` to `end` - 1 of an epoch's order."""
+    return tuple(permuted(_key(seed, epoch), position, population) for position in range(first, end))
+
+
 def epochs_of_step(population: int, step: int, batch: int) -> tuple[int, ...]:
     """The epoch of each sample of `samples_of_step`, so that (epoch, sample) names one use of a sample."""
     return tuple(index // population for index in range(step * batch, (step + 1) * batch))

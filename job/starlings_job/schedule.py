@@ -25,8 +25,8 @@ def warmup_steps(train: ScheduleSettings, steps_total: int) -> int:
     return min(steps, steps_total)
 
 
-def learning_rate(train: ScheduleSettings, step: int, steps_total: int) -> float:
-    """The rate for optimizer step `step` (the first is 0).
+def learning_rate(train: ScheduleSettings, step: float, steps_total: int) -> float:
+    """The rate for optimizer step `step` (the first is 0; between two steps where nothing joins those of replicas).
 
     Warm-up rises to `lr` in equal parts, none of them zero; the cosine ends at `lr * lr_end` after the last.
     """

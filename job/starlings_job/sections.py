@@ -19,6 +19,7 @@ from starlings_compression.policy import Role
 from starlings_compression.spec import parse_spec
 from starlings_job.codecs import check_codec, stages_most
 from starlings_job.cut import Stages, parse_stages, stage_count
+from starlings_job.exchange_rules import PRESETS as PRESETS_OF_EXCHANGE
 from starlings_job.optimizers import MUON_MOMENTUM, SETTINGS, OptimizerName, misplaced
 from starlings_job.presets import PRESETS
 from starlings_job.units import parse_bytes, parse_count
@@ -122,11 +123,19 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    schedule: Literal["sync"] = "sync"
-    # Samples per optimizer step, over all workers.
+    # "sync": a step is a transaction of all workers. "async": no barrier, each replica of a stage steps on its own.
+    schedule: Literal["sync", "async"] = "sync"
+    # Samples per optimizer step, over all workers. In `async` the unit in which progress is counted.
     batch: Whole = Field(default=16, ge=1, le=1 << 20)
     # Samples that travel together; `batch` must be a multiple of it.
     microbatch: Whole = Field(default=4, ge=1, le=1 << 16)
+    # `async`: microbatches after which a replica steps its inner optimizer; 0: as many as make a `batch`.
+    inner_batch: Whole = Field(default=0, ge=0, le=1 << 16)
+    # `async`: a gradient is passed upstream and not added where the stage made more steps than this since its forward.
+    max_staleness: Whole = Field(default=8, ge=0, le=10_000)
+    # `async`: what is done about stale gradients. "nadam": the optimizer of that name, with beta1 = 0.99 and
+    # momentum_decay = 0.
+    correction: Literal["none", "nadam"] = "none"
     # What each keeps of a parameter: `optimizers.py`.
     optimizer: OptimizerName = "adamw"
     lr: Real = Field(default=1e-3, gt=0, le=1e3)
@@ -161,10 +170,14 @@ class TrainSection(Section):
     # Parameters to train, as globs over Hugging Face names, such as "*.mlp.*"; the others stay as they are.
     trainable: tuple[str, ...] = ("*",)
 
-    @field_validator("schedule", mode="before")
-    @classmethod
-    def _schedule(cls, value: object) -> object:
-        return _only(value, "sync", "async comes in a later version")
+    @property
+    def streams(self) -> bool:
+        """Whether there is no barrier between steps."""
+        return self.schedule == "async"
+
+    @property
+    def microbatches_per_inner_step(self) -> int:
+        return self.inner_batch or self.batch // self.microbatch
 
     @field_validator("trainable", mode="before")
     @classmethod
@@ -186,6 +199,22 @@ class TrainSection(Section):
         return self
 
     @model_validator(mode="after")
+    def _belongs_to_schedule(self) -> Self:
+        if not self.streams:
+            fields = type(self).model_fields
+            for key in ("inner_batch", "max_staleness", "correction"):
+                if getattr(self, key) != fields[key].default:
+                    raise ValueError(
+                        f'{key} = {getattr(self, key)!r} is for schedule = "async", and means nothing to "sync": '
+                        "remove it"
+                    )
+        if self.correction == "nadam" and self.optimizer != "nadam":
+            raise ValueError(
+                f'correction = "nadam" needs optimizer = "nadam", not "{self.optimizer}"; write that'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _whole_microbatches(self) -> Self:
         if self.batch % self.microbatch:
             raise ValueError(
@@ -202,6 +231,13 @@ class TrainSection(Section):
             values = {**values, "microbatch": next((m for m in (4, 3, 2) if batch % m == 0), 1)}
         if isinstance(values, dict) and values.get("optimizer") == "muon":
             values = {"momentum": MUON_MOMENTUM, **values}
+        if (
+            isinstance(values, dict)
+            and values.get("correction") == "nadam"
+            and values.get("optimizer", "nadam") == "nadam"
+        ):
+            # Ajanthan et al. 2025: a stale gradient wants a long memory, and the look-ahead from the first step on.
+            values = {"optimizer": "nadam", "beta1": 0.99, "momentum_decay": 0.0, **values}
         return values
 
 
@@ -230,7 +266,9 @@ class PipelineSection(Section):
 
 
 class ExchangeSection(Section):
-    preset: Literal["allreduce"] = "allreduce"
+    # "allreduce": every step, with `sync`. "none": with `async`, replicas go their own ways and are averaged at the
+    # end.
+    preset: Literal["allreduce", "none"] = "allreduce"
     # Use the codec also where it is known to hurt.
     force: Switch = False
     # How gradients travel between replicas; what a codec drops comes with the next step (error feedback).
@@ -247,9 +285,12 @@ class ExchangeSection(Section):
     @field_validator("preset", mode="before")
     @classmethod
     def _preset(cls, value: object) -> object:
-        return _only(
-            value, "allreduce", "pairs, diloco, noloco, sparseloco, gossip, palsgd come in later versions"
-        )
+        if value in PRESETS_OF_EXCHANGE and value != "allreduce":
+            raise ValueError(
+                f'{value!r} is not there yet (it comes in a later version); write "allreduce", or "none" with '
+                'schedule = "async"'
+            )
+        return value
 
     @field_validator("every", mode="before")
     @classmethod

@@ -82,6 +82,15 @@ class JobSpec(Section):
             defaults["sequence_length"] = 1
         return {**values, "data": {**defaults, **data}}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_of_schedule(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(train := values.get("train"), dict):
+            exchange = values.get("exchange", {})
+            if train.get("schedule") == "async" and isinstance(exchange, dict):
+                return {**values, "exchange": {"preset": "none", **exchange}}
+        return values
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.prepared is not None:
@@ -94,6 +103,12 @@ class JobSpec(Section):
             raise ValueError('[data] source "shapes" and [model] preset "shapes" belong together')
         if SHAPES in self.data.source and (not images or self.data.sequence_length != 1):
             raise ValueError('[data] source "shapes" goes with no other source and with sequence_length = 1')
+        if self.train.streams != (self.exchange.preset == "none"):
+            fitting = '"none"' if self.train.streams else '"allreduce"'
+            raise ValueError(
+                f'[exchange] preset = "{self.exchange.preset}" does not go with [train] schedule = '
+                f'"{self.train.schedule}"; write preset = {fitting}'
+            )
         return self
 
     # ---------------------------------------------------------------- numbers that follow
@@ -114,6 +129,11 @@ class JobSpec(Section):
     @property
     def microbatches_per_step(self) -> int:
         return self.train.batch // self.train.microbatch
+
+    @property
+    def unties(self) -> bool:
+        """Whether tied embeddings get weights of their own: in `async` no step joins both ends of the pipeline."""
+        return self.model.untie or self.train.streams
 
     @property
     def stages_most(self) -> int:
@@ -182,6 +202,8 @@ class JobSpec(Section):
         """SHA-256 hex over what `starlings prepare` depends on; while it is equal, a preparation is good."""
         record = self.model_dump(mode="json", by_alias=True, include={"model", "data"})
         record["seed"], record["trainable"] = self.job.seed, list(self.train.trainable)
+        if self.unties:
+            record["model"]["untie"] = True
         return hashlib.sha256(_canonical(record)).hexdigest()
 
 

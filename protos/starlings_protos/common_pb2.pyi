@@ -189,11 +189,15 @@ class MicrobatchKey(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     kind: Global___LeaseKind.ValueType
     step: _builtins.int
-    """Optimizer step for TRAIN (the first is 0); evaluation or generation pass number otherwise."""
+    """Optimizer step for TRAIN (the first is 0), in an `async` job the epoch of the data; evaluation or generation pass
+    number otherwise.
+    """
     attempt: _builtins.int
-    """Rises when the step begins anew because gradient was lost. 0 for the first try."""
+    """Rises when the step begins anew because gradient was lost. 0 for the first try. In an `async` job the number of the
+    leased block.
+    """
     index: _builtins.int
-    """Position within the step, 0 .. microbatches per step - 1."""
+    """Position within the step, 0 .. microbatches per step - 1; or within the block."""
     def __init__(
         self,
         *,

@@ -271,6 +271,8 @@ class ToCoordinator(_message.Message):
     EXCHANGE_FAILED_FIELD_NUMBER: _builtins.int
     CATCH_UP_FAILED_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
+    STAGE_REPORT_FIELD_NUMBER: _builtins.int
+    LEASES_RETURNED_FIELD_NUMBER: _builtins.int
     ROUND_READY_FIELD_NUMBER: _builtins.int
     ROUND_OUTCOME_FIELD_NUMBER: _builtins.int
     @_builtins.property
@@ -304,6 +306,10 @@ class ToCoordinator(_message.Message):
     @_builtins.property
     def telemetry(self) -> Global___Telemetry: ...
     @_builtins.property
+    def stage_report(self) -> Global___StageReport: ...
+    @_builtins.property
+    def leases_returned(self) -> Global___LeasesReturned: ...
+    @_builtins.property
     def round_ready(self) -> Global___RoundReady: ...
     @_builtins.property
     def round_outcome(self) -> Global___RoundOutcome: ...
@@ -325,14 +331,16 @@ class ToCoordinator(_message.Message):
         exchange_failed: Global___ExchangeFailed | None = ...,
         catch_up_failed: Global___CatchUpFailed | None = ...,
         telemetry: Global___Telemetry | None = ...,
+        stage_report: Global___StageReport | None = ...,
+        leases_returned: Global___LeasesReturned | None = ...,
         round_ready: Global___RoundReady | None = ...,
         round_outcome: Global___RoundOutcome | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "round_outcome", b"round_outcome", "round_ready", b"round_ready", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leases_returned", b"leases_returned", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "round_outcome", b"round_outcome", "round_ready", b"round_ready", "stage_report", b"stage_report", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "round_outcome", b"round_outcome", "round_ready", b"round_ready", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leases_returned", b"leases_returned", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "round_outcome", b"round_outcome", "round_ready", b"round_ready", "stage_report", b"stage_report", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "probe_report", "ready", "lease_request", "microbatch_done", "microbatch_failed", "prepared", "state_report", "engine_down", "leaving", "peer_unreachable", "exchange_failed", "catch_up_failed", "telemetry", "round_ready", "round_outcome"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "probe_report", "ready", "lease_request", "microbatch_done", "microbatch_failed", "prepared", "state_report", "engine_down", "leaving", "peer_unreachable", "exchange_failed", "catch_up_failed", "telemetry", "stage_report", "leases_returned", "round_ready", "round_outcome"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -493,6 +501,10 @@ class TelemetrySample(_message.Message):
     SERIALISE_S_FIELD_NUMBER: _builtins.int
     SEND_S_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    INNER_STEPS_FIELD_NUMBER: _builtins.int
+    STALENESS_FIELD_NUMBER: _builtins.int
+    STALENESS_MOST_FIELD_NUMBER: _builtins.int
+    GRADIENTS_STALE_FIELD_NUMBER: _builtins.int
     wall_time_s: _builtins.float
     """The worker's wall clock, seconds since 1970."""
     progress: _builtins.int
@@ -517,6 +529,14 @@ class TelemetrySample(_message.Message):
     """Transfers; they overlap with computing."""
     wait_s: _builtins.float
     """Since training began, with nothing to do."""
+    inner_steps: _builtins.int
+    """The rest of an `async` job only. Steps of the inner optimizer, all stages together."""
+    staleness: _builtins.float
+    """Own steps that a stage made between a microbatch's forward and its backward pass: the mean of the last ones."""
+    staleness_most: _builtins.int
+    """The most of them so far."""
+    gradients_stale: _builtins.int
+    """Gradients that were older than the job allows: passed upstream, and not added here."""
     def __init__(
         self,
         *,
@@ -532,10 +552,14 @@ class TelemetrySample(_message.Message):
         serialise_s: _builtins.float = ...,
         send_s: _builtins.float = ...,
         wait_s: _builtins.float = ...,
+        inner_steps: _builtins.int = ...,
+        staleness: _builtins.float = ...,
+        staleness_most: _builtins.int = ...,
+        gradients_stale: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_bytes", b"backward_bytes", "compute_s", b"compute_s", "control_bytes", b"control_bytes", "exchange_bytes", b"exchange_bytes", "forward_bytes", b"forward_bytes", "progress", b"progress", "send_s", b"send_s", "serialise_s", b"serialise_s", "state_bytes", b"state_bytes", "version", b"version", "wait_s", b"wait_s", "wall_time_s", b"wall_time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_bytes", b"backward_bytes", "compute_s", b"compute_s", "control_bytes", b"control_bytes", "exchange_bytes", b"exchange_bytes", "forward_bytes", b"forward_bytes", "gradients_stale", b"gradients_stale", "inner_steps", b"inner_steps", "progress", b"progress", "send_s", b"send_s", "serialise_s", b"serialise_s", "staleness", b"staleness", "staleness_most", b"staleness_most", "state_bytes", b"state_bytes", "version", b"version", "wait_s", b"wait_s", "wall_time_s", b"wall_time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1048,6 +1072,79 @@ class ExchangeFailed(_message.Message):
 Global___ExchangeFailed: _TypeAlias = ExchangeFailed  # noqa: Y015
 
 @_typing.final
+class StageReport(_message.Message):
+    """How the stages of a worker fare in an `async` job; sent every few seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageSteps]: ...
+    def __init__(
+        self,
+        *,
+        stages: _abc.Iterable[Global___StageSteps] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stages", b"stages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageReport: _TypeAlias = StageReport  # noqa: Y015
+
+@_typing.final
+class StageSteps(_message.Message):
+    """One stage as one replica trains it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    SQUARED_NORM_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    steps: _builtins.int
+    """Steps of the inner optimizer so far."""
+    squared_norm: _builtins.float
+    """Running mean of the squared gradient norm before clipping; 0 before the first step."""
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        squared_norm: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["squared_norm", b"squared_norm", "stage", b"stage", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageSteps: _TypeAlias = StageSteps  # noqa: Y015
+
+@_typing.final
+class LeasesReturned(_message.Message):
+    """`async`: leased microbatches that the worker will not begin, because it leaves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.MicrobatchKey]: ...
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_common_pb2.MicrobatchKey] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeasesReturned: _TypeAlias = LeasesReturned  # noqa: Y015
+
+@_typing.final
 class RoundReady(_message.Message):
     """A replica takes part in the stage's next slot. Said when the slot before it has begun, and again after a reconnection:
     a coordinator that was started anew learns from it where the stage's clock stands.
@@ -1170,6 +1267,9 @@ class ToWorker(_message.Message):
     STANDBY_FIELD_NUMBER: _builtins.int
     HEARTBEAT_ACK_FIELD_NUMBER: _builtins.int
     RETAIN_FIELD_NUMBER: _builtins.int
+    SWARM_PROGRESS_FIELD_NUMBER: _builtins.int
+    MICROBATCH_VOIDED_FIELD_NUMBER: _builtins.int
+    TRAINING_PAUSED_FIELD_NUMBER: _builtins.int
     SLOT_CLOCK_FIELD_NUMBER: _builtins.int
     PAIR_MATCHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
@@ -1199,6 +1299,12 @@ class ToWorker(_message.Message):
     @_builtins.property
     def retain(self) -> Global___Retain: ...
     @_builtins.property
+    def swarm_progress(self) -> Global___SwarmProgress: ...
+    @_builtins.property
+    def microbatch_voided(self) -> Global___MicrobatchVoided: ...
+    @_builtins.property
+    def training_paused(self) -> Global___TrainingPaused: ...
+    @_builtins.property
     def slot_clock(self) -> Global___SlotClock: ...
     @_builtins.property
     def pair_matched(self) -> Global___PairMatched: ...
@@ -1218,14 +1324,17 @@ class ToWorker(_message.Message):
         standby: Global___Standby | None = ...,
         heartbeat_ack: Global___HeartbeatAck | None = ...,
         retain: Global___Retain | None = ...,
+        swarm_progress: Global___SwarmProgress | None = ...,
+        microbatch_voided: Global___MicrobatchVoided | None = ...,
+        training_paused: Global___TrainingPaused | None = ...,
         slot_clock: Global___SlotClock | None = ...,
         pair_matched: Global___PairMatched | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "pair_matched", b"pair_matched", "refused", b"refused", "retain", b"retain", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "refused", b"refused", "retain", b"retain", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "pair_matched", b"pair_matched", "refused", b"refused", "retain", b"retain", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "refused", b"refused", "retain", b"retain", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "assignment", "assignment_renewed", "lease_grant", "step_restarted", "exchange_opened", "step_committed", "state_wanted", "finish", "refused", "standby", "heartbeat_ack", "retain", "slot_clock", "pair_matched"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "assignment", "assignment_renewed", "lease_grant", "step_restarted", "exchange_opened", "step_committed", "state_wanted", "finish", "refused", "standby", "heartbeat_ack", "retain", "swarm_progress", "microbatch_voided", "training_paused", "slot_clock", "pair_matched"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1311,6 +1420,7 @@ class Assignment(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     TENSOR_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     OBSERVER_FIELD_NUMBER: _builtins.int
+    BASE_PLAN_VERSION_FIELD_NUMBER: _builtins.int
     plan_version: _builtins.int
     """Rises with every plan; a higher one supersedes."""
     version: _builtins.int
@@ -1332,6 +1442,8 @@ class Assignment(_message.Message):
     """The worker takes no part yet: it loads `version`, replays each committed step from what its donors keep of it, and
     says Ready when it has caught up. A later assignment of the same span without `observer` makes it a holder.
     """
+    base_plan_version: _builtins.int
+    """The newest plan whose holders loaded a saved version. Who has held the span since then goes on with what it has."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Stage]:
         """The cut: every stage of the model, in order. Fixed when training starts."""
@@ -1375,10 +1487,11 @@ class Assignment(_message.Message):
         attempt: _builtins.int = ...,
         tensor_limit_bytes: _builtins.int = ...,
         observer: _builtins.bool = ...,
+        base_plan_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["signed", b"signed", "span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "donors", b"donors", "gossip_peers", b"gossip_peers", "observer", b"observer", "peers", b"peers", "plan_version", b"plan_version", "recompute", b"recompute", "seed", b"seed", "signed", b"signed", "slots", b"slots", "span", b"span", "stages", b"stages", "step", b"step", "tensor_limit_bytes", b"tensor_limit_bytes", "topology", b"topology", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_plan_version", b"base_plan_version", "donors", b"donors", "gossip_peers", b"gossip_peers", "observer", b"observer", "peers", b"peers", "plan_version", b"plan_version", "recompute", b"recompute", "seed", b"seed", "signed", b"signed", "slots", b"slots", "span", b"span", "stages", b"stages", "step", b"step", "tensor_limit_bytes", b"tensor_limit_bytes", "topology", b"topology", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1865,6 +1978,87 @@ class HeartbeatAck(_message.Message):
 Global___HeartbeatAck: _TypeAlias = HeartbeatAck  # noqa: Y015
 
 @_typing.final
+class SwarmProgress(_message.Message):
+    """How far an `async` job has come, by the ledger; sent every few seconds. The learning rate follows from it, and workers
+    extrapolate it while they hear nothing.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    GRADIENT_NORM_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """Target tokens that are acknowledged."""
+    tokens_per_s: _builtins.float
+    gradient_norm: _builtins.float
+    """Running mean of the norm of the whole model's gradient; 0 while it is unknown."""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        tokens_per_s: _builtins.float = ...,
+        gradient_norm: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gradient_norm", b"gradient_norm", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwarmProgress: _TypeAlias = SwarmProgress  # noqa: Y015
+
+@_typing.final
+class MicrobatchVoided(_message.Message):
+    """`async`: microbatches that somebody on their route had to give up. Whoever holds one drops it; their samples are leased
+    again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.MicrobatchKey]: ...
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_common_pb2.MicrobatchKey] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MicrobatchVoided: _TypeAlias = MicrobatchVoided  # noqa: Y015
+
+@_typing.final
+class TrainingPaused(_message.Message):
+    """An `async` job's training is over: leases and training microbatches are dropped, and the weights as they are now are
+    called `version`. Until the next plan that is loaded, everything goes on as after a committed step.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    attempt: _builtins.int
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainingPaused: _TypeAlias = TrainingPaused  # noqa: Y015
+
+@_typing.final
 class SlotClock(_message.Message):
     """The clock of one stage's exchanges, equal for its whole group: from `slot` on, slots follow each other at equal
     distances, and slot k exchanges fragment k mod `fragments`. Replicas go on by it while the coordinator is away. A
@@ -2024,6 +2218,8 @@ class StatusReply(_message.Message):
     STEP_MICROBATCHES_FIELD_NUMBER: _builtins.int
     STEP_MICROBATCHES_DONE_FIELD_NUMBER: _builtins.int
     BUS_FIELD_NUMBER: _builtins.int
+    SAMPLES_REPEATED_FIELD_NUMBER: _builtins.int
+    SAMPLES_UNMERGED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """The job's name."""
     phase: _builtins.str
@@ -2069,6 +2265,10 @@ class StatusReply(_message.Message):
     """Of the present step; 0 when none is trained."""
     step_microbatches_done: _builtins.int
     """Have gone forward and back. All of them: the step is being exchanged."""
+    samples_repeated: _builtins.int
+    """`async`: at most so many samples were trained more than once."""
+    samples_unmerged: _builtins.int
+    """`async`: acknowledged samples that went with lost weights."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """Every worker that has joined, lost ones too."""
@@ -2120,10 +2320,12 @@ class StatusReply(_message.Message):
         step_microbatches: _builtins.int = ...,
         step_microbatches_done: _builtins.int = ...,
         bus: Global___BusHealth | None = ...,
+        samples_repeated: _builtins.int = ...,
+        samples_unmerged: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus", "checkpoint", b"checkpoint", "checkpoint_trouble", b"checkpoint_trouble", "dropped_messages", b"dropped_messages", "elapsed_s", b"elapsed_s", "events", b"events", "failure", b"failure", "has_validation_loss", b"has_validation_loss", "job", b"job", "loss", b"loss", "loss_curve", b"loss_curve", "phase", b"phase", "plan_version", b"plan_version", "sample_text", b"sample_text", "samples_leased", b"samples_leased", "samples_lost", b"samples_lost", "samples_trained", b"samples_trained", "stages", b"stages", "step", b"step", "step_microbatches", b"step_microbatches", "step_microbatches_done", b"step_microbatches_done", "steps_total", b"steps_total", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "validation_loss", b"validation_loss", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus", "checkpoint", b"checkpoint", "checkpoint_trouble", b"checkpoint_trouble", "dropped_messages", b"dropped_messages", "elapsed_s", b"elapsed_s", "events", b"events", "failure", b"failure", "has_validation_loss", b"has_validation_loss", "job", b"job", "loss", b"loss", "loss_curve", b"loss_curve", "phase", b"phase", "plan_version", b"plan_version", "sample_text", b"sample_text", "samples_leased", b"samples_leased", "samples_lost", b"samples_lost", "samples_repeated", b"samples_repeated", "samples_trained", b"samples_trained", "samples_unmerged", b"samples_unmerged", "stages", b"stages", "step", b"step", "step_microbatches", b"step_microbatches", "step_microbatches_done", b"step_microbatches_done", "steps_total", b"steps_total", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "validation_loss", b"validation_loss", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2226,6 +2428,10 @@ class WorkerStatus(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     PLANNED_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    INNER_STEPS_FIELD_NUMBER: _builtins.int
+    STALENESS_FIELD_NUMBER: _builtins.int
+    STALENESS_MOST_FIELD_NUMBER: _builtins.int
+    GRADIENTS_STALE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     device: _builtins.str
     """As in Hello."""
@@ -2242,6 +2448,11 @@ class WorkerStatus(_message.Message):
     """What the device may use."""
     planned_memory_bytes: _builtins.int
     """What the plan needs there."""
+    inner_steps: _builtins.int
+    """As in TelemetrySample; an `async` job's only."""
+    staleness: _builtins.float
+    staleness_most: _builtins.int
+    gradients_stale: _builtins.int
     @_builtins.property
     def span(self) -> _common_pb2.Span:
         """Absent when the worker holds nothing."""
@@ -2274,10 +2485,14 @@ class WorkerStatus(_message.Message):
         seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         memory_bytes: _builtins.int = ...,
         planned_memory_bytes: _builtins.int = ...,
+        inner_steps: _builtins.int = ...,
+        staleness: _builtins.float = ...,
+        staleness_most: _builtins.int = ...,
+        gradients_stale: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "device", b"device", "device_class", b"device_class", "gossip_peers", b"gossip_peers", "memory_bytes", b"memory_bytes", "planned_memory_bytes", b"planned_memory_bytes", "reason", b"reason", "seconds", b"seconds", "span", b"span", "state", b"state", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "device", b"device", "device_class", b"device_class", "gossip_peers", b"gossip_peers", "gradients_stale", b"gradients_stale", "inner_steps", b"inner_steps", "memory_bytes", b"memory_bytes", "planned_memory_bytes", b"planned_memory_bytes", "reason", b"reason", "seconds", b"seconds", "span", b"span", "staleness", b"staleness", "staleness_most", b"staleness_most", "state", b"state", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,7 +2,7 @@
 
 Every class mirrors the protobuf message of the same name field by field (tests hold them together), and
 `convert.py` translates. The .proto files explain the fields; comments here add only what a type cannot say. Exchanges
-in pairs have a file of their own, `pair_messages.py`.
+in pairs have a file of their own, `pair_messages.py`, and what only `async` jobs say has `stream_messages.py`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from starlings_protos.pair_messages import PairMatched, RoundOutcome, RoundReady, SlotClock
+from starlings_protos.stream_messages import (
+    LeasesReturned,
+    MicrobatchVoided,
+    StageReport,
+    SwarmProgress,
+    TrainingPaused,
+)
 from starlings_protos.telemetry import Telemetry
 from starlings_protos.vocabulary import KEEPER as KEEPER
 from starlings_protos.vocabulary import ExchangePurpose as ExchangePurpose
 from starlings_protos.vocabulary import LeaseKind as LeaseKind
+from starlings_protos.vocabulary import MicrobatchKey as MicrobatchKey
 from starlings_protos.vocabulary import Refusal as Refusal
 from starlings_protos.vocabulary import Span as Span
 from starlings_protos.vocabulary import Stage as Stage
 from starlings_protos.vocabulary import WorkerId as WorkerId
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class MicrobatchKey:
-    kind: LeaseKind
-    step: int
-    attempt: int
-    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +190,8 @@ ToCoordinator = (
     | ExchangeFailed
     | CatchUpFailed
     | Telemetry
+    | StageReport
+    | LeasesReturned
     | RoundReady
     | RoundOutcome
 )
@@ -249,6 +251,7 @@ class Assignment:
     # The shell signs: the pure core leaves it empty.
     signed: SignedAssignment = SignedAssignment()
     observer: bool = False
+    base_plan_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +365,9 @@ ToWorker = (
     | Standby
     | HeartbeatAck
     | Retain
+    | SwarmProgress
+    | MicrobatchVoided
+    | TrainingPaused
     | SlotClock
     | PairMatched
 )

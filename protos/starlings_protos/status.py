@@ -39,6 +39,10 @@ class WorkerStatus:
     seconds: Mapping[str, float]
     memory_bytes: int
     planned_memory_bytes: int
+    inner_steps: int = 0
+    staleness: float = 0.0
+    staleness_most: int = 0
+    gradients_stale: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,8 @@ class StatusReply:
     dropped_messages: int
     step_microbatches: int = 0
     step_microbatches_done: int = 0
+    samples_repeated: int = 0
+    samples_unmerged: int = 0
     # The shell decodes it from the generated tokens: the pure core leaves it empty.
     sample_text: str = ""
     # The shell's as well.

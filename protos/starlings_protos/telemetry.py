@@ -25,6 +25,10 @@ class TelemetrySample:
     serialise_s: float = 0.0
     send_s: float = 0.0
     wait_s: float = 0.0
+    inner_steps: int = 0
+    staleness: float = 0.0
+    staleness_most: int = 0
+    gradients_stale: int = 0
 
     def bytes_sent(self) -> Mapping[str, int]:
         """By kind, as people see them."""

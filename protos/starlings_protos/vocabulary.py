@@ -65,3 +65,11 @@ class Stage:
     @property
     def blocks(self) -> range:
         return range(self.first_block, self.last_block + 1)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MicrobatchKey:
+    kind: LeaseKind
+    step: int
+    attempt: int
+    index: int

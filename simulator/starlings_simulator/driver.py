@@ -39,6 +39,9 @@ from starlings_worker.core.effects import (
     ReducePart,
     ReplayStep,
     SendControl,
+    Settle,
+    StepStages,
+    TakeCopy,
 )
 from starlings_worker.core.events import (
     AggregateAssembled,
@@ -51,12 +54,15 @@ from starlings_worker.core.events import (
     GradientsCleared,
     MicrobatchArrived,
     PartReduced,
+    Settled,
     SpanLoaded,
+    StagesStepped,
     StateDigested,
     StepApplied,
     StepReplayed,
     Ticked,
 )
+from starlings_worker.core.streaming.rules import StreamRules
 
 Kind = TypeVar("Kind", bound=Effect)
 
@@ -121,8 +127,8 @@ def forward_header(
 class Driver:
     """`effects` are those of the last call; the core is validated after every one."""
 
-    def __init__(self, worker_id: str, seed: int = 0) -> None:
-        self.core = WorkerCore(WorkerId(worker_id), seed)
+    def __init__(self, worker_id: str, seed: int = 0, rules: StreamRules | None = None) -> None:
+        self.core = WorkerCore(WorkerId(worker_id), seed, rules=rules)
         self.now_s = 0.0
         self.rng = random.Random(seed)
         self.effects: list[Effect] = []
@@ -188,7 +194,11 @@ class Driver:
                 return StepApplied(effect.step)
             case ReplayStep():
                 return StepReplayed(effect.step, {"stage:0": 99 + effect.step})
-            case AdoptState() | DigestState():
+            case StepStages():
+                return StagesStepped(tuple(step.stage for step in effect.stages), (1.0,) * len(effect.stages))
+            case Settle():
+                return Settled(effect.version)
+            case AdoptState() | DigestState() | TakeCopy():
                 return StateDigested(effect.version, {"embed": f"v{effect.version}"})
 
     def drain_device(self) -> list[Effect]:

@@ -63,7 +63,14 @@ def test_microbatch_follows_batch_when_left_out() -> None:
             "[train]\nbatch = 10\nmicrobatch = 4",
             "[train] batch = 10 is not a multiple of microbatch = 4; write batch = 12",
         ),
-        ('[train]\nschedule = "async"', "line 7: [train] schedule: 'async' is not there yet"),
+        ('[train]\nschedule = "local"', "'local' is not allowed; allowed: 'sync' or 'async'"),
+        ("[train]\ninner_batch = 2", 'inner_batch = 2 is for schedule = "async"'),
+        ('[train]\nschedule = "async"\ncorrection = "nadam"\noptimizer = "sgd"', 'needs optimizer = "nadam"'),
+        ('[train]\nschedule = "async"\n[exchange]\npreset = "allreduce"', 'write preset = "none"'),
+        (
+            '[exchange]\npreset = "none"',
+            'does not go with [train] schedule = "sync"; write preset = "allreduce"',
+        ),
         ('[train]\noptimizer = "lion"', "allowed: 'adamw', 'nadam', 'sgd', 'muon' or 'adamw8bit'"),
         (
             "[train]\nmomentum = 0.9",
@@ -78,7 +85,10 @@ def test_microbatch_follows_batch_when_left_out() -> None:
         ("[train]\nlr = -1", "greater than 0"),
         ("[train]\nlr = nan", "finite"),
         ("[train]\nwarmup = 3.5", "whole number of steps"),
-        ('[exchange]\npreset = "pairs"', "come in later versions); write 'allreduce'"),
+        (
+            '[exchange]\npreset = "pairs"',
+            "'pairs' is not there yet (it comes in a later version); write \"allreduce\"",
+        ),
         ("[exchange]\nevery = 50", "write 1"),
         ('[exchange]\nrobust = "trimmed"', "write 'none'"),
         ('[exchange]\ncodec = "rle:64/4096"', "unknown name 'rle'; allowed: topk:K/CHUNK, randk:K/CHUNK"),

@@ -26,13 +26,16 @@ from starlings_protos import (
     pair_messages,
     process_pb2,
     status,
+    stream_messages,
     telemetry,
 )
 
 MODULES = (common_pb2, control_pb2, data_pb2, process_pb2)
 RECORDS: dict[str, type] = {
     name: value
-    for name, value in (vars(messages) | vars(pair_messages) | vars(status) | vars(telemetry)).items()
+    for name, value in (
+        vars(messages) | vars(pair_messages) | vars(stream_messages) | vars(status) | vars(telemetry)
+    ).items()
     if isinstance(value, type) and dataclasses.is_dataclass(value)
 }
 ENUMS: dict[str, type[enum.IntEnum]] = {

@@ -199,7 +199,7 @@ def forget_the_last_commit_at_a_restart(patch: pytest.MonkeyPatch) -> None:
 
     def restore(cls: type[Core], *arguments: Any, **named: Any) -> Core:
         core: Core = whole(cls, *arguments, **named)
-        core.stepping.repeat_commit = lambda _: None  # type: ignore[method-assign]
+        core.schedule.remind = lambda _: None  # type: ignore[method-assign]
         return core
 
     patch.setattr(Core, "restore", classmethod(restore))

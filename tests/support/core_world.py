@@ -70,6 +70,7 @@ from starlings_protos.messages import (
     Welcome,
     WorkerId,
 )
+from starlings_protos.stream_messages import TrainingPaused
 
 BLOCKS = 6
 
@@ -129,6 +130,11 @@ class Fake:
     # Catches up at once, only when `World.catch_up` says so, or not at all.
     pace: str = "fast"
     observing: bool = False
+    # `async`: has weights of its own, until all are averaged.
+    drifts: bool = False
+    # Keeps its leases until `World.train`.
+    lazy: bool = False
+    leases: list[Lease] = field(default_factory=list)
     unheard: list[StepCommitted] = field(default_factory=list)
 
 
@@ -317,9 +323,14 @@ class World:
                 self._assign(fake, message)
                 self.say(fake, Ready(message.plan_version, message.version, self.digests(fake)))
                 self.say(fake, LeaseRequest(message.slots))
+            case LeaseGrant() if fake.lazy and message.leases[0].key.kind is LeaseKind.TRAIN:
+                fake.leases += message.leases
             case LeaseGrant():
                 for lease in message.leases:
                     self._work(fake, lease)
+            case TrainingPaused():
+                fake.version, fake.drifts, fake.leases = message.version, True, []
+                self.say(fake, LeaseRequest(4))
             case StepRestarted():
                 self._begin(fake, message.step, message.attempt)
             case ExchangeOpened():
@@ -332,9 +343,10 @@ class World:
                 fake.version = message.step + 1
                 self._begin(fake, message.step + 1, 0)
             case Standby():
-                fake.observing, fake.unheard = False, []
+                fake.observing, fake.unheard, fake.leases = False, [], []
             case StateWanted():
-                self.say(fake, StateReport(message.version, self.digests(fake), self.core.state.attempt))
+                digests = self.digests(fake, message.version)
+                self.say(fake, StateReport(message.version, digests, self.core.state.attempt))
             case Finish():
                 fake.finished = message
             case _:
@@ -356,6 +368,8 @@ class World:
         fake.version = message.version
         present = {fake.worker_id, *(peer.worker_id for peer in message.peers)}
         for index, route in fake.routes.items():
+            if self.config.job.train.streams:
+                break  # What it has added stays.
             if any(hop.worker_id not in present for hop in route):
                 key = MicrobatchKey(LeaseKind.TRAIN, message.step, message.attempt, index)
                 self.say(fake, MicrobatchFailed(key, "it was accumulated on a route through a lost worker"))
@@ -387,11 +401,21 @@ class World:
             self.say(fake, Ready(plan, fake.version, {}, dict.fromkeys(groups, 99 + fake.digest_offset)))
         fake.unheard = []
 
-    def digests(self, fake: Fake) -> dict[str, str]:
+    def train(self, name: str, count: int = 1) -> list[Lease]:
+        """A lazy worker trains the oldest `count` of its leases."""
+        fake = self.fakes[WorkerId(name)]
+        done, fake.leases = fake.leases[:count], fake.leases[count:]
+        for lease in done:
+            self._work(fake, lease)
+        self.settle()
+        return done
+
+    def digests(self, fake: Fake, version: int | None = None) -> dict[str, str]:
         assert fake.assignment is not None
         names = self.config.profile.block_names
         blocks = [b for s in fake.assignment.span.stages for b in fake.assignment.stages[s].blocks]
-        return {names[b]: f"{names[b]}@{fake.version}" for b in blocks}
+        own = f" of {fake.worker_id}" if fake.drifts else ""
+        return {names[b]: f"{names[b]}@{fake.version if version is None else version}{own}" for b in blocks}
 
     def route(self, first: Fake) -> tuple[Hop, ...]:
         """From `first` through holders of what follows, the lowest id each time."""
@@ -427,6 +451,7 @@ class World:
 
     def _exchange(self, fake: Fake, message: ExchangeOpened) -> None:
         if message.purpose is ExchangePurpose.STATE:
+            fake.drifts = False
             self.say(fake, StateReport(fake.version, self.digests(fake), self.core.state.attempt))
             return
         groups = []

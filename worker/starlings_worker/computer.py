@@ -37,6 +37,9 @@ from starlings_worker.core.effects import (
     OpenExchange,
     ReducePart,
     ReplayStep,
+    Settle,
+    StepStages,
+    TakeCopy,
 )
 from starlings_worker.core.events import (
     AggregateAssembled,
@@ -50,6 +53,7 @@ from starlings_worker.core.events import (
     GradientsCleared,
     PartReduced,
     ReplayFailed,
+    Settled,
     StateDigested,
     StepApplied,
     StepReplayed,
@@ -67,6 +71,7 @@ from starlings_worker.runs import Run, Runner
 from starlings_worker.serving import NotYet
 from starlings_worker.snapshots import Snapshots
 from starlings_worker.stage import HeldSpan, StageModule
+from starlings_worker.stage_steps import step_stages
 
 # Small models make quick steps: without this a joiner would have to load within three of them.
 _HISTORY_AT_LEAST_BYTES = 64 << 20
@@ -160,7 +165,13 @@ class Computer:
     def install(self, held: HeldSpan, load: Load) -> dict[str, str]:
         """The filled span takes effect; returns the digests of its blocks."""
         self.held = held
-        self._runner = Runner(held, loss_sum, recompute=load.assignment.recompute, bf16=self.device.bf16)
+        self._runner = Runner(
+            held,
+            loss_sum,
+            recompute=load.assignment.recompute,
+            bf16=self.device.bf16,
+            streams=self._job.train.streams,
+        )
         self.exchange = ExchangeBuffers(self._worker_id, self._job.exchange.codec, held.vectors)
         largest = max((vector.size for vector in held.vectors.values()), default=0)
         spec = compiled_for(self._job.exchange.codec, self._job.pipeline.codec, largest)
@@ -190,6 +201,18 @@ class Computer:
                 return self._exchanging(effect)
             case ApplyStep():
                 return self._apply(effect)
+            case StepStages():
+                with self._meters.timing("compute"), self._throttle.block(), torch.no_grad():
+                    stepped = step_stages(self._span(), effect)
+                    self.device.synchronise()
+                return stepped
+            case TakeCopy():
+                self._span().version = effect.version
+                return self._digest(effect.version, snapshot=True)
+            case Settle():
+                self._span().zero_gradients()
+                self._span().version = effect.version
+                return Settled(effect.version)
             case AdoptState():
                 self._buffers().adopt()
                 return self._digest(effect.version, effect.snapshot)
@@ -276,7 +299,7 @@ class Computer:
         if kept.run is None or self._runner is None:
             raise EngineFault("the microbatch has no forward pass to go back through")
         with self._throttle.block(BACKWARD_PART * self._share(kept.run.first_stage, kept.run.last_stage)):
-            gradient = self._runner.backward(kept.run, kept.output_gradient)
+            gradient = self._runner.backward(kept.run, kept.output_gradient, effect.unadded_stages)
             self.device.synchronise()
         seconds = time.monotonic() - begin
         self._meters.spent("compute", seconds)

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
@@ -55,7 +56,10 @@ from starlings_worker.core.effects import (
     SendControl,
     SendMicrobatch,
     SendPart,
+    Settle,
+    StepStages,
     Stop,
+    TakeCopy,
     UpdatePeers,
 )
 from starlings_worker.core.events import (
@@ -72,6 +76,7 @@ from starlings_worker.core.events import (
     PartSent,
     Ticked,
 )
+from starlings_worker.core.streaming.rules import StreamRules
 from starlings_worker.device import Device
 from starlings_worker.emulation import Throttle
 from starlings_worker.links import Links, PushError
@@ -124,7 +129,8 @@ class Life:
         self._on_bug = on_bug
         self._loop = asyncio.get_running_loop()
         self._rng = random.Random(secrets.randbits(64))
-        self.core = WorkerCore(worker_id)
+        rules = StreamRules.of(self.job) if self.job.train.streams else None
+        self.core = WorkerCore(worker_id, rules=rules)
         self.computer = Computer(worker_id, self.job, device, throttle, meters, cache)
         self._donors = Donors(links)
         self._loader = Loader(self.computer, self._donors, self.profile, self.on_device, log)
@@ -227,6 +233,9 @@ class Life:
                 | ReducePart()
                 | Assemble()
                 | ApplyStep()
+                | StepStages()
+                | TakeCopy()
+                | Settle()
                 | AdoptState()
                 | DigestState()
             ):
@@ -340,6 +349,8 @@ class Life:
 
     def telemetry(self) -> Telemetry:
         sample = self.meters.sample(time.time(), self.core.progress, self.core.version)
+        if self.core.stream is not None:
+            sample = replace(sample, **self.core.stream.figures())
         return Telemetry(self.core.worker_id, self.welcome.incarnation, (sample,))
 
     async def _beat(self) -> None:

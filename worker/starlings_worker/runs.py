@@ -5,7 +5,7 @@ recomputation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -40,9 +40,15 @@ class Run:
 class Runner:
     """Computes on the device; to be called from one thread."""
 
-    def __init__(self, held: HeldSpan, loss_sum: LossSum, *, recompute: bool, bf16: bool) -> None:
+    def __init__(
+        self, held: HeldSpan, loss_sum: LossSum, *, recompute: bool, bf16: bool, streams: bool = False
+    ) -> None:
+        """`streams`: weights may change between a forward pass and its backward pass, unless the loss is its end: then
+        backward comes at once. No graph outlives a change of the weights that it points to.
+        """
         self.held = held
         self.recompute = recompute
+        self._streams = streams
         self._loss_sum = loss_sum
         self._bf16 = bf16
 
@@ -74,7 +80,7 @@ class Runner:
         if not train:
             with torch.no_grad():
                 result = self._through(first_stage, last_stage, value)
-        elif self.recompute:
+        elif self.recompute or (self._streams and not ends):
             result = self._forward_recomputing(run, value, ends)
         else:
             with torch.enable_grad():
@@ -100,11 +106,14 @@ class Runner:
         if train:
             run.loss = total / loss_denominator
 
-    def backward(self, run: Run, gradient: Tensor | None) -> Tensor | None:
+    def backward(
+        self, run: Run, gradient: Tensor | None, unadded_stages: Collection[int] = ()
+    ) -> Tensor | None:
         """Adds to the accumulators; returns the gradient at the run's entry, None at the model's input.
 
         Args:
             gradient: of the run's output; None when the run ended in the loss.
+            unadded_stages: of those that are recomputed; they pass the gradient on, and their accumulators stay.
         """
         if run.loss is not None:
             run.loss.backward()  # type: ignore[no-untyped-call]
@@ -116,7 +125,7 @@ class Runner:
                 run.output.backward(gradient.to(run.output.dtype))  # type: ignore[no-untyped-call]
             run.output = None
         if run.inputs:
-            return self._backward_recomputing(run, gradient)
+            return self._backward_recomputing(run, gradient, unadded_stages)
         return run.entry.grad if run.entry is not None else None
 
     # ---------------------------------------------------------------- recomputation
@@ -136,7 +145,9 @@ class Runner:
                 value = self._through(stage, stage, value)
         return value
 
-    def _backward_recomputing(self, run: Run, gradient: Tensor | None) -> Tensor | None:
+    def _backward_recomputing(
+        self, run: Run, gradient: Tensor | None, unadded_stages: Collection[int]
+    ) -> Tensor | None:
         stage = run.last_stage
         if gradient is None:
             # The loss's backward has gone through the last stage already.
@@ -144,6 +155,10 @@ class Runner:
             stage -= 1
         while stage >= run.first_stage:
             value = run.inputs.pop()
+            if stage in unadded_stages:
+                gradient = self._pass_on(stage, value, gradient) if stage > 0 else None
+                stage -= 1
+                continue
             if stage > 0:
                 value = value.detach().requires_grad_()
             with torch.enable_grad():
@@ -153,6 +168,16 @@ class Runner:
             gradient = value.grad
             stage -= 1
         return gradient
+
+    def _pass_on(self, stage: int, value: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """The gradient at the stage's input, and none of its parameters."""
+        value = value.detach().requires_grad_()
+        with torch.enable_grad():
+            result = self._through(stage, stage, value)
+        if not result.requires_grad or gradient is None:
+            return None
+        (passed,) = torch.autograd.grad(result, value, gradient.to(result.dtype))
+        return passed
 
     # ---------------------------------------------------------------- the stages themselves
 

@@ -229,6 +229,12 @@ class HeldSpan:
         self.zero_gradients()
         self.version = step + 1
 
+    def step_stage(self, stage: int, number: int, learning_rate: float, clip_factor: float) -> None:
+        """One optimizer step of one stage, where each counts its own; its accumulators are zero afterwards."""
+        vector = self.vectors[stage_group(stage)]
+        self.optimizer.step(vector, number=number, learning_rate=learning_rate, clip_factor=clip_factor)
+        vector.gradient.zero_()
+
 
 def _ordered(module: StageModule, block_order: Iterable[str]) -> Iterator[tuple[str, str, Tensor]]:
     """(block, name, tensor) of every tensor in (block order, name) order: the same on every worker."""

@@ -1,9 +1,8 @@
 """The coordinator's core: `handle(event, now) -> (records, effects)`. No clock, no I/O, no grpc, no torch, no numpy.
 
-`state` is the fold over all records (see state.py). The rest is soft: who is connected, the open ledger,
-timers. Five parts
-share it: `membership` (who is here), `planning` (who holds what), `stepping` (the step transaction), `joining`
-(who comes later), `finishing` (the end).
+`state` is the fold over all records (see state.py). The rest is soft: who is connected, the open ledger, timers. Five
+parts share it: `membership` (who is here), `planning` (who holds what), `schedule` (how training goes on: `Stepping`,
+the step transaction, or `Streaming`, without a barrier), `joining` (who comes later), `finishing` (the end).
 
 Life of a job: gathering -> planning -> loading -> training -> finishing -> done; a stage without a holder leads
 back to
@@ -45,8 +44,11 @@ from starlings_coordinator.core.phase import Phase
 from starlings_coordinator.core.planning import Planning
 from starlings_coordinator.core.rates import Rates
 from starlings_coordinator.core.records import JobFinished, Record, StopRecorded
+from starlings_coordinator.core.schedule import Schedule
 from starlings_coordinator.core.state import Durable, fold, snapshot_from_json, snapshot_to_json
 from starlings_coordinator.core.stepping import Stepping
+from starlings_coordinator.core.streaming.newcomers import StreamJoining
+from starlings_coordinator.core.streaming.streaming import Streaming
 from starlings_coordinator.core.views import status
 from starlings_protos.messages import (
     CatchUpFailed,
@@ -55,6 +57,7 @@ from starlings_protos.messages import (
     Finish,
     Heartbeat,
     Hello,
+    LeaseKind,
     LeaseRequest,
     Leaving,
     MicrobatchDone,
@@ -70,6 +73,7 @@ from starlings_protos.messages import (
 from starlings_protos.pair_messages import RoundOutcome, RoundReady
 from starlings_protos.status import Event as EventLine
 from starlings_protos.status import StatusReply
+from starlings_protos.stream_messages import LeasesReturned, StageReport
 from starlings_protos.telemetry import Telemetry
 
 EVENTS_KEPT = 512
@@ -96,8 +100,13 @@ class Core:
         self.desk = Desk(self.apply, self._note)
         self.membership = Membership(self)
         self.planning = Planning(self)
-        self.stepping = Stepping(self)
-        self.joining = Joining(self)
+        self.schedule: Schedule
+        self.joining: Joining
+        if config.job.train.streams:
+            self.joining = joining = StreamJoining(self)
+            self.schedule = Streaming(self, joining)
+        else:
+            self.joining, self.schedule = Joining(self), Stepping(self)
         self.finishing = Finishing(self)
 
     # ------------------------------------------------------------------ the fold
@@ -137,7 +146,7 @@ class Core:
             self.end(done=True, reason=self.state.stop_reason, exit_code=0)
         if not self.has_ended:
             self.planning.go_on()
-            self.stepping.go_on()
+            self.schedule.go_on()
             self.finishing.go_on()
         self.joining.go_on()
 
@@ -231,13 +240,18 @@ class Core:
             case MicrobatchFailed():
                 self._microbatch_failed(member, message)
             case Prepared():
-                self.stepping.prepared(member, message)
+                self.schedule.prepared(member, message)
             case ExchangeFailed():
-                self.stepping.exchange_failed(member, message)
+                self.schedule.exchange_failed(member, message)
             case PeerUnreachable():
-                self.stepping.peer_unreachable(member, message)
+                self.schedule.peer_unreachable(member, message)
             case StateReport():
-                self.finishing.state_reported(member, message)
+                if not (self.phase is Phase.TRAINING and self.schedule.state_reported(member, message)):
+                    self.finishing.state_reported(member, message)
+            case StageReport():
+                self.schedule.stages_reported(member, message)
+            case LeasesReturned():
+                self.schedule.leases_returned(member, message)
             case RoundReady() | RoundOutcome():
                 self.dropped_messages += 1  # No schedule has slots yet.
             case _:
@@ -245,17 +259,19 @@ class Core:
 
     def _microbatch_done(self, member: Member, message: MicrobatchDone) -> None:
         if self.phase is Phase.TRAINING:
-            self.stepping.microbatch_done(member, message)
-        elif self.phase is Phase.FINISHING:
+            self.schedule.microbatch_done(member, message)
+        elif self.phase is Phase.FINISHING and message.key.kind is not LeaseKind.TRAIN:
             self.finishing.microbatch_done(member, message)
         else:
             self.dropped_messages += 1
 
     def _microbatch_failed(self, member: Member, message: MicrobatchFailed) -> None:
         if self.phase is Phase.TRAINING:
-            self.stepping.microbatch_failed(member, message)
-        elif self.phase is Phase.FINISHING:
+            self.schedule.microbatch_failed(member, message)
+        elif self.phase is Phase.FINISHING and message.key.kind is not LeaseKind.TRAIN:
             self.finishing.microbatch_failed(member, message)
+        else:
+            self.dropped_messages += 1
 
     def _booted(self) -> None:
         # The curve goes on where the log ends.
@@ -332,7 +348,7 @@ class Core:
             case Phase.LOADING:
                 return self.planning.loading_words()
             case Phase.TRAINING:
-                return self.stepping.waiting_words()
+                return self.schedule.waiting_words()
             case Phase.FINISHING:
                 return self.finishing.waiting_words()
             case Phase.DONE | Phase.FAILED:
@@ -345,7 +361,7 @@ class Core:
 
     def validate(self) -> None:
         """Invariants; raises AssertionError. Called after every event by tests and by the simulator."""
-        state, ledger = self.state, self.ledger
+        state = self.state
         sessions = [m.session for m in self.members.values() if m.session is not None]
         assert len(sessions) == len(set(sessions)), "two members share a stream"
         if self.plan_is_live:
@@ -353,16 +369,6 @@ class Core:
                 assert self.holders_of(stage), f"stage {stage} has no holder in a live plan"
             for worker_id in state.spans:
                 assert worker_id in self.members, f"{worker_id} holds a span and is unknown"
-        if self.phase is Phase.TRAINING:
-            assert ledger is not None, "training without a ledger"
-            assert (ledger.step, ledger.attempt) == (state.step, state.attempt), (
-                "the ledger is of another step"
-            )
-        if ledger is not None:
-            parts = (set(ledger.pool), set(ledger.leases), set(ledger.done))
-            assert sum(map(len, parts)) == len(ledger.pool) + len(ledger.leases) + len(ledger.done)
-            assert set.union(*parts) == set(range(ledger.count)), "a microbatch is nowhere"
-            assert sum(map(len, parts)) == ledger.count, "a microbatch is in two places"
+        self.schedule.validate()
         self.joining.validate()
         assert state.samples_lost == 0, "committed samples are in no gradient"
-        assert state.samples_trained == state.step * self.config.job.train.batch

@@ -76,7 +76,7 @@ class Finishing:
         # A version whose snapshots were asked for but perhaps not taken yet, and one that the keeper is pulling.
         self._snapshot_version = -1
         self._snapshot_donors: frozenset[WorkerId] = frozenset()
-        self._saving: tuple[int, float] | None = None
+        self.saving: tuple[int, float] | None = None
         self.pace = SavePace(core.config.timings.retry_s)
         self._save_again_at_s: float | None = None
         # Training pauses at this version until it is saved: a last holder wants to leave.
@@ -88,7 +88,7 @@ class Finishing:
     def holding(self) -> bool:
         return self._hold_version >= 0
 
-    def _last_holders(self) -> list[Member]:
+    def last_holders(self) -> list[Member]:
         """Leaving workers without whom a stage would have no holder that stays."""
         core = self._core
         stays = {h.worker_id for h in core.holders if h.leaving is None}
@@ -103,7 +103,7 @@ class Finishing:
         core = self._core
         return (
             self.pace.due(version, core.config.job.checkpoint.every)
-            and self._saving is None
+            and self.saving is None
             and self._snapshot_version < 0
             and self.pace.may_begin(core.now.monotonic_s)
         )
@@ -132,8 +132,7 @@ class Finishing:
         (or at once at the end of the job); a last holder goes when its state is saved.
         """
         if self._core.phase is Phase.TRAINING:
-            if member in self._last_holders():
-                self._hold()
+            self._core.schedule.holder_leaves(member)
         else:
             self.let_go()
 
@@ -141,33 +140,33 @@ class Finishing:
         """Between two steps: whoever wants to leave and is no last holder may."""
         core = self._core
         for holder in list(core.holders):
-            last = self._last_holders()
+            last = self.last_holders()
             if holder.leaving is not None and holder not in last and core.plan_is_live:
                 core.membership.release(holder)
-        if core.phase is Phase.TRAINING and self._last_holders():
-            self._hold()
+        if core.phase is Phase.TRAINING and self.last_holders():
+            self.hold()
 
-    def _hold(self) -> None:
+    def hold(self) -> None:
         """Save the present version at once: a step under way may need the very worker that takes no more work."""
         core, version = self._core, self._core.state.step
         if self._hold_version == version:
             return
         self._hold_version = version
-        core.stepping.retry("a worker leaves, and its state is saved first", futile=False)
+        core.schedule.start_over("a worker leaves, and its state is saved first")
 
     def renew_hold(self) -> None:
         """A new attempt began: whoever was to report its state for the save is asked again."""
         core, version = self._core, self._core.state.step
         if core.phase is not Phase.TRAINING or self._hold_version < 0:
             return
-        self._hold_version = version if self._last_holders() else -1
+        self._hold_version = version if self.last_holders() else -1
         if self._hold_version < 0:
             return
         if core.planning.is_saved(version):
             self._release_last()
             return
         self._reports.clear()
-        last = self._last_holders()
+        last = self.last_holders()
         for holder in core.holders:
             # A last holder is wanted for nothing but its state.
             core.desk.send(
@@ -176,7 +175,7 @@ class Finishing:
 
     def _release_last(self) -> None:
         self._hold_version = -1
-        for member in self._last_holders():
+        for member in self.last_holders():
             self._core.membership.release(member)
             if self._core.phase is not Phase.TRAINING:
                 return
@@ -184,11 +183,11 @@ class Finishing:
     def all_applied(self, step: int) -> None:
         """Everybody prepared `step`, so everybody had applied the one before: its snapshots exist."""
         if 0 <= self._snapshot_version <= step:
-            if self._saving is None:
-                self._save(self._snapshot_version, {}, self._snapshot_donors)
+            if self.saving is None:
+                self.save(self._snapshot_version, {}, self._snapshot_donors)
             self._snapshot_version = -1
 
-    def _save(self, version: int, digests: dict[str, str], copied: frozenset[WorkerId]) -> None:
+    def save(self, version: int, digests: dict[str, str], copied: frozenset[WorkerId]) -> None:
         core, state = self._core, self._core.state
         names = core.config.profile.block_names
         donors = []
@@ -199,16 +198,16 @@ class Finishing:
             peer: Peer = member.peer(state.spans[member.worker_id], state.stages, core.config.profile, 1)
             donors += [(names[b], (peer,), digests.get(names[b], "")) for b in stage.blocks]
         self._save_again_at_s = None
-        self._saving = (version, core.now.monotonic_s)
+        self.saving = (version, core.now.monotonic_s)
         tokens = version * core.config.job.tokens_per_step
         core.desk.ask(SaveCheckpoint(version, tokens, tuple(donors)))
 
     def _save_end(self) -> None:
         """Save the present version as reported, unless it is saved or being saved. Another save is waited for."""
         core, version = self._core, self._core.state.step
-        if core.planning.is_saved(version) or (self._saving is not None and self._saving[0] == version):
+        if core.planning.is_saved(version) or (self.saving is not None and self.saving[0] == version):
             return
-        if self._saving is not None:
+        if self.saving is not None:
             self._save_again_at_s = core.now.monotonic_s
             return
         digests: dict[str, str] = {}
@@ -217,15 +216,15 @@ class Finishing:
             if report is not None and report.version == version:
                 names = {core.config.profile.block_names[b] for b in core.state.stages[stage].blocks}
                 digests.update({b: d for b, d in report.block_digests.items() if b in names})
-        self._save(version, digests, self.donors())
+        self.save(version, digests, self.donors())
 
     def checkpoint_saved(self, event: CheckpointSaved) -> None:
         core = self._core
-        if self._saving is not None and self._saving[0] == event.version:
+        if self.saving is not None and self.saving[0] == event.version:
             if self.pace.trouble:
                 core.desk.announce("checkpoint", "checkpoints can be saved again")
-            self.pace.saved(self._saving[1], core.now.monotonic_s)
-            self._saving = None
+            self.pace.saved(self.saving[1], core.now.monotonic_s)
+            self.saving = None
         if event.version > core.state.step or core.state.finished is not None:
             return
         core.desk.record(CheckpointRecorded(event.version, event.path))
@@ -240,9 +239,9 @@ class Finishing:
 
     def checkpoint_failed(self, event: CheckpointFailed) -> None:
         core = self._core
-        if self._saving is None or self._saving[0] != event.version:
+        if self.saving is None or self.saving[0] != event.version:
             return
-        self._saving = None
+        self.saving = None
         now_s = core.now.monotonic_s
         again_at_s = self.pace.failed(event.version, event.reason, now_s)
         core.desk.announce(
@@ -276,9 +275,9 @@ class Finishing:
             case Part.AVERAGE:
                 self._reports.clear()
                 self._averaged = True
-                groups = core.stepping.groups()
+                groups = core.schedule.groups()
                 weights = {g: dict.fromkeys(members, 1 / len(members)) for g, members in groups.items()}
-                core.stepping.open_round(weights, ExchangePurpose.STATE)
+                core.schedule.open_round(weights, ExchangePurpose.STATE)
             case Part.EVALUATE:
                 count = math.ceil(config.held_out_count / config.job.train.microbatch)
                 if count == 0:
@@ -353,12 +352,12 @@ class Finishing:
 
     def go_on(self) -> None:
         core, now_s, timings = self._core, self._core.now.monotonic_s, self._core.config.timings
-        if self._save_again_at_s is not None and now_s >= self._save_again_at_s and self._saving is None:
+        if self._save_again_at_s is not None and now_s >= self._save_again_at_s and self.saving is None:
             self._save_again_at_s = None
             if core.phase is Phase.FINISHING or (core.phase is Phase.TRAINING and self.holding):
                 self._save_end()
-        if self._saving is not None and now_s - self._saving[1] > timings.save_s:
-            self.checkpoint_failed(CheckpointFailed(self._saving[0], "the keeper did not answer in time"))
+        if self.saving is not None and now_s - self.saving[1] > timings.save_s:
+            self.checkpoint_failed(CheckpointFailed(self.saving[0], "the keeper did not answer in time"))
         if core.phase is not Phase.FINISHING:
             return
         if self._work is not None:
@@ -409,7 +408,7 @@ class Finishing:
     @property
     def _forward_lease_s(self) -> float:
         timings = self._core.config.timings
-        return timings.forward_lease_s + self._core.stepping.patience.lease_s - timings.lease_s
+        return timings.forward_lease_s + self._core.schedule.patience.lease_s - timings.lease_s
 
     @property
     def _prompt_sample(self) -> int:

@@ -50,7 +50,7 @@ class Joining:
             self._stop()
             return
         self._look_at_observers()
-        self._tell_donors()
+        self.tell_donors()
         self.placing.go_on({w: observer.placed.span for w, observer in self.observers.items()})
 
     def _stop(self) -> None:
@@ -62,7 +62,7 @@ class Joining:
         self._admitted.clear()
         self._tries.clear()
         self._digests.clear()
-        self._tell_donors()
+        self.tell_donors()
         reason = "training begins again from a saved version, and this worker is planned with"
         if core.phase is Phase.FINISHING:
             reason = "the job is ending; there is nothing left to join"
@@ -98,7 +98,7 @@ class Joining:
             self._start_again(member, observer, f"nobody keeps version {observer.base} of it any more")
         elif left != observer.donors or observer.plan_version != state.plan_version:
             observer.donors = left
-            self._assign(member, observer)
+            self.assign(member, observer)
 
     def _still_donates(self, worker_id: WorkerId, incarnation: int) -> bool:
         member = self._core.members.get(worker_id)
@@ -134,7 +134,7 @@ class Joining:
         for worker_id in sorted(placed):
             member, donors = (
                 core.members.get(worker_id),
-                self._choose_donors(placed[worker_id].span, worker_id),
+                self.choose_donors(placed[worker_id].span, worker_id),
             )
             if member is None or not member.usable or not donors:
                 continue
@@ -151,10 +151,10 @@ class Joining:
             member.state = MemberState.OBSERVING
             member.reason = f"joins {stage_words(observer.placed.span)}: loading version {state.step}"
         # Before the commit, so that they know what to keep when they apply it.
-        self._tell_donors()
+        self.tell_donors()
         return frozenset(chosen)
 
-    def _choose_donors(self, span: Span, worker_id: WorkerId) -> dict[WorkerId, int]:
+    def choose_donors(self, span: Span, worker_id: WorkerId) -> dict[WorkerId, int]:
         """Per stage, those of its own numeric class before others (whose bits differ), those who stay before those who
         leave, those that donate already, the lowest ids. Empty when some stage's holders are all away just now.
         """
@@ -190,19 +190,19 @@ class Joining:
             ):
                 continue  # Seen to when the event is over.
             if observer.base == state.step:
-                self._assign(member, observer)
+                self.assign(member, observer)
                 words = (
                     f"{worker_id} copies version {observer.base} from {', '.join(sorted(observer.donors))}"
                 )
                 core.desk.announce("observing", f"{words}, to join {stage_words(observer.placed.span)}")
                 continue
-            core.stepping.repeat_commit(member)
+            core.schedule.remind(member)
             if observer.version is not None and observer.version >= state.step - 1:
                 ready[worker_id] = observer
         if ready and not core.training_is_over:
-            self._admit(ready)
+            self.admit(ready)
 
-    def _admit(self, ready: dict[WorkerId, Observer]) -> None:
+    def admit(self, ready: dict[WorkerId, Observer]) -> None:
         core = self._core
         for worker_id, observer in ready.items():
             del self.observers[worker_id]
@@ -215,7 +215,7 @@ class Joining:
 
     # ------------------------------------------------------------------ what joiners and donors hear
 
-    def _assign(self, member: Member, observer: Observer) -> None:
+    def assign(self, member: Member, observer: Observer) -> None:
         planning, state = self._core.planning, self._core.state
         observer.plan_version = state.plan_version
         planned = observer.placed.planned
@@ -253,7 +253,7 @@ class Joining:
     def _wanted(self) -> dict[WorkerId, Retain]:
         return retained([*self.observers.values(), *self._admitted.values()])
 
-    def _tell_donors(self) -> None:
+    def tell_donors(self) -> None:
         """Retain to everyone for whom it has changed, or who may not have heard it."""
         core, wanted = self._core, self._wanted()
         for worker_id in sorted(wanted.keys() | self._told.keys()):
@@ -301,7 +301,11 @@ class Joining:
         if member.worker_id in self.observers:
             words = stage_words(observer.placed.span)
             member.reason = f"joins {words}: at version {message.version} of {core.state.step}"
+            self.reached(member.worker_id, observer)
         return True
+
+    def reached(self, worker_id: WorkerId, observer: Observer) -> None:
+        """An observer has the version that it reported. Holders are made at commits only."""
 
     def catch_up_failed(self, member: Member, message: CatchUpFailed) -> None:
         core, worker_id = self._core, member.worker_id

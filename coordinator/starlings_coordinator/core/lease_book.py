@@ -11,8 +11,7 @@ the coordinator is away, and reports ranges as they are done. Promises:
   unknown: at most what it may have in flight, for a worker whose lease ran out at most all that it had.
 
 Time is the coordinator's suspend-aware monotonic clock, so wall clocks do not matter, and leases run while the machine
-sleeps, as they do at the workers. No schedule uses this yet: `sync` leases microbatches of one step (ledger.py). It is
-for training with rare exchanges, where a worker must not stop for an outage.
+sleeps, as they do at the workers. `sync` leases microbatches of one step instead (ledger.py).
 """
 
 from __future__ import annotations
@@ -149,6 +148,44 @@ class LeaseBook:
         if repeated:
             reported.repeated[lease] = union(reported.repeated.get(lease, ()), repeated)
         return ""
+
+    def has_heard(self, lease: int, ranges: Iterable[Range]) -> bool:
+        """Whether all of it was reported before, or is of a block that is over and forgotten."""
+        block = self._known(lease)
+        if block is None:
+            return True
+        known = block.accepted
+        returned = self._leased.returned.get(lease)
+        if returned is not None:
+            known = union(known, union(returned.late, returned.repeated))
+        for reported in self._reported.values():
+            known = union(known, union(reported.accepted.get(lease, ()), reported.repeated.get(lease, ())))
+        return not minus(ranges_of(ranges), known)
+
+    def blocks_of(self, worker_id: WorkerId) -> dict[int, LeaseBlock]:
+        """What is out with the worker, without what it has reported and nobody has written down."""
+        return {lease: block for lease, block in self._leased.blocks.items() if block.worker_id == worker_id}
+
+    def unreported(self, worker_id: WorkerId) -> int:
+        """How many samples the worker has yet to report."""
+        reported = self._reported.get(worker_id)
+        heard = reported.accepted if reported is not None else {}
+        return sum(
+            size(minus(block.remaining, heard.get(lease, ())))
+            for lease, block in self.blocks_of(worker_id).items()
+        )
+
+    @property
+    def waiting(self) -> int:
+        """How many samples are reported, and will be acknowledged with the next record."""
+        return sum(
+            size(ranges) for reported in self._reported.values() for ranges in reported.accepted.values()
+        )
+
+    def write_down(self, now_s: float) -> None:
+        """Record at once what was reported."""
+        for worker_id in sorted(self._reported):
+            self._write_down(worker_id, now_s)
 
     def _known(self, lease: int) -> LeaseBlock | None:
         if lease in self._leased.blocks:

@@ -10,7 +10,7 @@ from starlings_coordinator.core.effects import ComputePlan
 from starlings_coordinator.core.members import Member, MemberState
 from starlings_coordinator.core.phase import Phase
 from starlings_coordinator.core.plan_flaws import flaw_of
-from starlings_coordinator.core.records import PlanAdopted, PlanDropped, PlanLoaded, StepRetried
+from starlings_coordinator.core.records import PlanAdopted, PlanDropped, PlanLoaded
 from starlings_coordinator.core.traffic import traffic_words
 from starlings_coordinator.core.views import gossip_peers
 from starlings_coordinator.core.waiting import (
@@ -292,6 +292,7 @@ class Planning:
             step=state.step,
             attempt=state.attempt,
             tensor_limit_bytes=core.config.profile.tensor_limit_bytes(job.train.microbatch),
+            base_plan_version=state.base_plan_version,
         )
 
     def peer(self, worker_id: WorkerId) -> Peer:
@@ -352,7 +353,7 @@ class Planning:
                 holder.reason = ""
         core.desk.record(PlanLoaded(core.state.plan_version))
         core.phase = Phase.TRAINING
-        core.stepping.begin()
+        core.schedule.begin()
 
     def _watch_loading(self) -> None:
         core = self._core
@@ -379,7 +380,7 @@ class Planning:
             if uncovered:
                 reason = f"stage {uncovered[0]} has no holder any more: {reason}"
             self.gather_again(reason)
-        elif core.stepping.counts_on(worker_id):
+        elif core.schedule.counts_on(worker_id):
             self._reissue(left, reason)
         else:
             self._leave_out(worker_id, left, reason)
@@ -398,28 +399,24 @@ class Planning:
             self.gather_again(reason)
             return False
         core.phase = Phase.TRAINING
-        core.desk.record(StepRetried(state.step, state.attempt + 1, reason))
-        core.desk.announce(
-            "restarted", f"{reason}; step {state.step} begins again with {len(state.spans)} workers"
-        )
-        core.stepping.begin()
+        core.schedule.recalled(reason)
+        core.schedule.begin()
         return True
 
     def resume(self, member: Member) -> None:
         """A holder is back on a new stream within its grace: it keeps its place, and hears again what it missed.
 
-        The commit comes first: with it the worker is at the assignment's version. What it said may be lost too, so the
-        attempt is void.
+        The commit comes first: with it the worker is at the assignment's version.
         """
         core, state = self._core, self._core.state
         core.joining.remind(member)
-        core.stepping.repeat_commit(member)
+        core.schedule.remind(member)
         core.desk.send(member, self.assignment(member, state.spans[member.worker_id]))
         reason = f"{member.worker_id} was disconnected for a moment"
         if core.phase is Phase.TRAINING:
-            core.stepping.retry(reason, futile=False)
+            core.schedule.start_over(reason)
         elif core.phase is Phase.FINISHING:
-            core.stepping.announce_attempt(reason)
+            core.schedule.announce_attempt(reason)
             core.finishing.begin()
 
     def admit(self, planned: Mapping[WorkerId, PlannedWorker], reason: str) -> None:
@@ -441,8 +438,7 @@ class Planning:
         """
         core, state = self._core, self._core.state
         self._change_holders(left, state.attempt, reason)
-        returned = core.stepping.leave_out(worker_id)
-        what = f"step {state.step} goes on, {returned} of its microbatches are leased again"
+        what = core.schedule.leave_out(worker_id)
         core.desk.announce("plan", f"plan {state.plan_version}: {what}: {reason}")
         for holder in core.holders:
             core.desk.send(holder, self.assignment(holder, state.spans[holder.worker_id]))
@@ -472,8 +468,7 @@ class Planning:
             core.desk.send(holder, self.assignment(holder, state.spans[holder.worker_id]))
             core.desk.send(holder, StepRestarted(state.step, state.attempt, reason))
         if core.phase is Phase.TRAINING:
-            core.stepping.open_ledger()
-            core.finishing.renew_hold()
+            core.schedule.begin_again()
         else:
             core.finishing.begin()
 

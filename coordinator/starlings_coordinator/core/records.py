@@ -117,6 +117,29 @@ class StepRecorded:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamAdvanced:
+    """`async`: what was acknowledged since the record before, for people; the ledger has records of its own."""
+
+    # Acknowledged samples / batch, rounded down.
+    step: int
+    # Mean over what was acknowledged since.
+    loss: float
+    # As in StepRecorded.
+    credits: tuple[tuple[WorkerId, int], ...]
+    at_s: float
+    kind: Literal["stream_advanced"] = "stream_advanced"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesUnmerged:
+    """`async`: at most so many acknowledged samples went with the replica of a stage that others hold too."""
+
+    worker_id: WorkerId
+    samples: int
+    kind: Literal["samples_unmerged"] = "samples_unmerged"
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointRecorded:
     version: int
     path: str
@@ -222,6 +245,8 @@ Record = (
     | PlanDropped
     | StepRetried
     | StepRecorded
+    | StreamAdvanced
+    | SamplesUnmerged
     | CheckpointRecorded
     | StopRecorded
     | EvaluationRecorded

@@ -23,9 +23,11 @@ from starlings_coordinator.core.records import (
     RecordError,
     SampleEpochOpened,
     SamplesAcknowledged,
+    SamplesUnmerged,
     StepRecorded,
     StepRetried,
     StopRecorded,
+    StreamAdvanced,
     TextRecorded,
     WorkerAdmitted,
     WorkerGone,
@@ -63,6 +65,8 @@ class Durable:
     # Whether the spans are in force, and whether training under them has begun.
     plan_live: bool = False
     plan_loaded: bool = False
+    # The newest plan whose holders loaded a saved version.
+    base_plan_version: int = 0
     # The newest commit, for holders that did not hear of it; None before the first and after a rewind.
     commit: StepRecorded | None = None
     # The step to train next = the version of the committed weights, and the highest attempt at it so far.
@@ -92,6 +96,14 @@ class Durable:
     finished: JobFinished | None = None
     # Blocks of samples of an `async` job; empty in `sync`, where leases of an open attempt need no record.
     leased: Leased = field(default_factory=Leased)
+    # `async`: acknowledged samples whose weights were lost, all of them (training went on from a saved version, and
+    # does as many others instead), or those of one replica.
+    samples_rewound: int = 0
+    samples_of_lost_replicas: int = 0
+
+    @property
+    def samples_unmerged(self) -> int:
+        return max(0, self.samples_rewound) + self.samples_of_lost_replicas
 
     @property
     def restart_version(self) -> int:
@@ -121,6 +133,8 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
                 state.repeat_until = max(state.repeat_until, state.step)
                 state.repeat_attempt = record.attempt
                 _move_to(state, record.step, batch, tokens_per_sample)
+            elif record.loads and state.leased.next_lease:
+                _count_from(state, record.step, batch, tokens_per_sample)
             state.plan_version = record.plan_version
             state.stages = record.stages
             state.spans = dict(record.spans)
@@ -129,6 +143,7 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
             state.plan_live = True
             if record.loads:
                 state.plan_loaded, state.commit = False, None
+                state.base_plan_version = record.plan_version
             state.step, state.attempt = record.step, record.attempt
             state.highest_attempt = max(state.highest_attempt, record.attempt)
             state.finished = None
@@ -147,11 +162,11 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
             state.samples_trained += record.samples
             state.samples_leased = max(state.samples_leased, (record.step + 1) * batch)
             state.samples_lost += batch - record.samples
-            for worker_id, microbatch_tokens in record.credits:
-                state.worker_tokens[worker_id] = state.worker_tokens.get(worker_id, 0) + microbatch_tokens
-            state.loss_curve.append(LossPoint(record.step, state.tokens, record.loss, record.at_s))
-            if len(state.loss_curve) > LOSS_POINTS_LIMIT:
-                state.loss_curve = state.loss_curve[::2]
+            _credit(state, record)
+        case StreamAdvanced():
+            _credit(state, record)
+        case SamplesUnmerged():
+            state.samples_of_lost_replicas += record.samples
         case CheckpointRecorded():
             state.checkpoints[record.version] = record.path
         case StopRecorded():
@@ -167,18 +182,35 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
             state.plan_live = state.plan_loaded = False
         case SampleEpochOpened() | LeaseBlockGranted() | SamplesAcknowledged() | LeaseBlockReturned():
             fold_leased(state.leased, record)
+            state.samples_trained = state.leased.samples_acknowledged - state.samples_rewound
+            state.tokens = state.samples_trained * tokens_per_sample
+            state.step = state.samples_trained // batch
         case _:
             assert_never(record)
+
+
+def _credit(state: Durable, record: StepRecorded | StreamAdvanced) -> None:
+    for worker_id, microbatch_tokens in record.credits:
+        state.worker_tokens[worker_id] = state.worker_tokens.get(worker_id, 0) + microbatch_tokens
+    state.loss_curve.append(LossPoint(record.step, state.tokens, record.loss, record.at_s))
+    if len(state.loss_curve) > LOSS_POINTS_LIMIT:
+        state.loss_curve = state.loss_curve[::2]
 
 
 def _move_to(state: Durable, step: int, batch: int, tokens_per_sample: int) -> None:
     """Training goes on from another version: steps after it are lost with their weights, and trained again on the same
     samples. (Forward only when checkpoints outlived their log.)
     """
-    state.tokens = step * batch * tokens_per_sample
-    state.samples_trained = step * batch
+    _count_from(state, step, batch, tokens_per_sample)
     state.loss_curve = [point for point in state.loss_curve if point.step < step]
     state.checkpoints = {version: path for version, path in state.checkpoints.items() if version <= step}
+
+
+def _count_from(state: Durable, step: int, batch: int, tokens_per_sample: int) -> None:
+    """What the ledger of `async` acknowledged stays so; progress is what the weights have."""
+    state.samples_rewound = state.leased.samples_acknowledged - step * batch
+    state.tokens = step * batch * tokens_per_sample
+    state.samples_trained = step * batch
 
 
 _SNAPSHOT: TypeAdapter[Durable] = TypeAdapter(Durable)

@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING
 
 from starlings_coordinator.core.ledger import Flaw, StepLedger
 from starlings_coordinator.core.members import Member
-from starlings_coordinator.core.patience import Patience
 from starlings_coordinator.core.phase import Phase
 from starlings_coordinator.core.records import StepRecorded, StepRetried
+from starlings_coordinator.core.schedule import TIED, Schedule
 from starlings_job.sampling import samples_of_step
 from starlings_job.schedule import learning_rate
 from starlings_protos.messages import (
     ExchangeFailed,
-    ExchangeGroup,
-    ExchangeMember,
-    ExchangeOpened,
     ExchangePurpose,
     Lease,
     LeaseGrant,
@@ -24,31 +21,27 @@ from starlings_protos.messages import (
     MicrobatchDone,
     MicrobatchFailed,
     MicrobatchKey,
-    PeerUnreachable,
     Prepared,
+    StateReport,
     StepCommitted,
     StepRestarted,
     WorkerId,
 )
+from starlings_protos.stream_messages import LeasesReturned, StageReport
 
 if TYPE_CHECKING:
     from starlings_coordinator.core.core import Core
 
-TIED = "tied"
 
+class Stepping(Schedule):
+    """`sync`."""
 
-class Stepping:
     def __init__(self, core: Core) -> None:
-        self._core = core
+        super().__init__(core)
         # Attempts at this step since anything about the plan changed.
         self._futile_attempts = 0
         # Who failed to compute which microbatch of this step, without a link to blame.
         self._failures: dict[int, set[WorkerId]] = {}
-        # Workers that reported a broken link in this attempt: their failures are the network's.
-        self._link_trouble: set[WorkerId] = set()
-        # Who was reported as unreachable in this attempt, and by whom.
-        self._accusations: dict[WorkerId, set[WorkerId]] = {}
-        self.patience = Patience(core)
         # Who was to keep a copy at which commit, for those who missed it.
         self._donors: tuple[int, frozenset[WorkerId]] = (-1, frozenset())
 
@@ -61,6 +54,17 @@ class Stepping:
         self.open_ledger()
         core = self._core
         core.desk.announce("training", f"training from step {core.state.step}")
+
+    def recalled(self, reason: str) -> None:
+        core, state = self._core, self._core.state
+        core.desk.record(StepRetried(state.step, state.attempt + 1, reason))
+        core.desk.announce(
+            "restarted", f"{reason}; step {state.step} begins again with {len(state.spans)} workers"
+        )
+
+    def begin_again(self) -> None:
+        self.open_ledger()
+        self._core.finishing.renew_hold()
 
     def _new_step(self) -> None:
         self._futile_attempts = 0
@@ -137,11 +141,11 @@ class Stepping:
             return True
         return ledger.opened_at_s is not None or ledger.passed(worker_id)
 
-    def leave_out(self, worker_id: WorkerId) -> int:
-        """The attempt goes on without a worker on which nothing depends. Returns how many leases it had."""
+    def leave_out(self, worker_id: WorkerId) -> str:
         assert self._core.ledger is not None
         self._accusations.pop(worker_id, None)
-        return len(self._core.ledger.leave_out(worker_id))
+        returned = len(self._core.ledger.leave_out(worker_id))
+        return f"step {self._core.state.step} goes on, {returned} of its microbatches are leased again"
 
     def _enters(self, member: Member) -> bool:
         return self._core.state.spans[member.worker_id].first_stage == 0
@@ -212,51 +216,11 @@ class Stepping:
                 return
             member.strikes += 1
         else:
-            self._blame(member)
+            self.blame(member)
         self.retry(f"microbatch {key.index} failed at {member.worker_id}: {message.reason}")
         self._drop_offenders()
 
     # ------------------------------------------------------------------ the exchange
-
-    def groups(self) -> dict[str, tuple[WorkerId, ...]]:
-        """Members of every exchange group, sorted."""
-        core, state = self._core, self._core.state
-        groups = {f"stage:{stage}": core.holders_of(stage) for stage in range(len(state.stages))}
-        if core.config.profile.tied_count:
-            ends = set(core.holders_of(0)) | set(core.holders_of(len(state.stages) - 1))
-            groups[TIED] = tuple(sorted(ends))
-        return groups
-
-    def open_round(self, weights: dict[str, dict[WorkerId, float]], purpose: ExchangePurpose) -> None:
-        """Tell every holder of its groups; parts are shared out by upload rate, equally where one is unknown."""
-        core, state = self._core, self._core.state
-        records = {
-            group: ExchangeGroup(
-                group,
-                tuple(
-                    ExchangeMember(w, weights[group].get(w, 0.0), share)
-                    for w, share in zip(members, self._shares(members), strict=True)
-                ),
-            )
-            for group, members in self.groups().items()
-        }
-        for holder in core.holders:
-            mine = tuple(
-                record
-                for _, record in sorted(records.items())
-                if any(m.worker_id == holder.worker_id for m in record.members)
-            )
-            core.desk.send(
-                holder,
-                ExchangeOpened(state.step, state.attempt, mine, self.patience.exchange_s, purpose),
-            )
-
-    def _shares(self, members: tuple[WorkerId, ...]) -> list[float]:
-        probes = [self._core.members[w].probe for w in members]
-        rates = [probe.uplink_bytes_per_s if probe is not None else 0.0 for probe in probes]
-        if any(not (math.isfinite(rate) and rate > 0) for rate in rates):
-            return [1 / len(members)] * len(members)
-        return [rate / sum(rates) for rate in rates]
 
     def _open_exchange(self) -> None:
         core, ledger = self._core, self._core.ledger
@@ -290,54 +254,12 @@ class Stepping:
         if ledger is None or (message.step, message.attempt) != (ledger.step, ledger.attempt):
             core.dropped_messages += 1
             return
-        self._blame(member)
+        self.blame(member)
         self.retry(f"the exchange of {message.group} failed at {member.worker_id}: {message.reason}")
         self._drop_offenders()
 
-    def peer_unreachable(self, member: Member, message: PeerUnreachable) -> None:
-        """A report voids nothing by itself; it says whom to blame should the attempt fail."""
-        core = self._core
-        core.desk.announce(
-            "unreachable", f"{member.worker_id} cannot reach {message.worker_id}: {message.reason}"
-        )
-        self._link_trouble |= {member.worker_id, message.worker_id}
-        suspect = core.members.get(message.worker_id)
-        if suspect is not None and not suspect.here and core.phase is not Phase.LOADING:
-            timings = core.config.timings
-            if suspect.grace_s <= timings.reconnect_grace_s:
-                # Its stream ended, and a peer finds it gone as well: two witnesses need no grace.
-                reason = f"its connection ended, and {member.worker_id} cannot reach it either"
-                core.membership.lose(suspect, reason)
-                return
-            # After a restart of the coordinator every stream is down, which says nothing of who held it, and a report
-            # may be old. Whoever lives is back as soon as silence would have been noticed.
-            suspect.grace_s = min(suspect.grace_s, max(timings.silence_least_s, timings.reconnect_grace_s))
-        if message.worker_id in core.state.spans:
-            self._accusations.setdefault(message.worker_id, set()).add(member.worker_id)
-
-    def _blame(self, reporter: Member) -> None:
-        """One strike for a failed attempt: to whom most others could not reach, else to who reports the failure.
-
-        Two that only cannot reach each other accuse each other: then one of them goes, the higher id.
-        """
-        core = self._core
-        suspect = max(
-            sorted(self._accusations),
-            key=lambda w: (len(self._accusations[w]), w),
-            default=reporter.worker_id,
-        )
-        core.members.get(suspect, reporter).strikes += 1
-
     def _drop_offenders(self) -> None:
-        core, limit = self._core, self._core.config.strikes_limit
-        if core.phase is not Phase.TRAINING:
-            return
-        for holder in core.holders:
-            if holder.strikes >= limit:
-                core.membership.dismiss(
-                    holder, None, f"{limit} attempts at step {core.state.step} failed because of it"
-                )
-                return
+        self.drop_offenders(f"attempts at step {self._core.state.step}")
 
     # ------------------------------------------------------------------ commit or retry
 
@@ -386,7 +308,7 @@ class Stepping:
         donors = core.finishing.donors() if core.finishing.wants_checkpoint(core.state.step) else frozenset()
         self._donors = (ledger.step, donors | core.joining.start(ledger))
         for holder in core.holders:
-            self.repeat_commit(holder)
+            self.remind(holder)
             if core.state.attempt > 0:
                 # Workers expect attempt 0 of a new step; this one was trained before, in a line that is void.
                 core.desk.send(
@@ -398,7 +320,7 @@ class Stepping:
         self.open_ledger()
         core.finishing.let_go()
 
-    def repeat_commit(self, member: Member) -> None:
+    def remind(self, member: Member) -> None:
         """Say the last commit to a holder, if the present step follows it."""
         commit = self._core.state.commit
         if commit is None or commit.step + 1 != self._core.state.step:
@@ -432,14 +354,6 @@ class Stepping:
         self.open_ledger()
         core.finishing.renew_hold()
 
-    def announce_attempt(self, reason: str) -> None:
-        """The next attempt at the present step (or at what follows the last one) begins, for all holders."""
-        core, state = self._core, self._core.state
-        core.desk.record(StepRetried(state.step, state.attempt + 1, reason))
-        core.desk.announce("step_restarted", f"step {state.step} begins again: {reason}")
-        for holder in core.holders:
-            core.desk.send(holder, StepRestarted(state.step, state.attempt, reason))
-
     def _watch(self) -> None:
         """Deadlines: an exchange that does not end, a lease that nobody acknowledges."""
         core, ledger, now_s = self._core, self._core.ledger, self._core.now.monotonic_s
@@ -468,6 +382,50 @@ class Stepping:
                 self.retry(f"microbatch {index} was not acknowledged by {lease.worker_id} in time")
                 self._drop_offenders()
                 return
+
+    # ------------------------------------------------------------------ questions and what does not occur
+
+    def start_over(self, reason: str) -> None:
+        self.retry(reason, futile=False)
+
+    def holder_leaves(self, member: Member) -> None:
+        finishing = self._core.finishing
+        if member in finishing.last_holders():
+            finishing.hold()
+
+    def state_reported(self, member: Member, message: StateReport) -> bool:
+        return False
+
+    def leases_returned(self, member: Member, message: LeasesReturned) -> None:
+        self._core.dropped_messages += 1
+
+    def stages_reported(self, member: Member, message: StageReport) -> None:
+        self._core.dropped_messages += 1
+
+    @property
+    def samples_leased(self) -> int:
+        core, state, ledger = self._core, self._core.state, self._core.ledger
+        touched = len(ledger.touched) * core.config.job.train.microbatch if ledger is not None else 0
+        return max(state.samples_leased, state.samples_trained + state.samples_lost + touched)
+
+    @property
+    def microbatches(self) -> tuple[int, int]:
+        ledger = self._core.ledger
+        return (ledger.count, len(ledger.done)) if ledger is not None else (0, 0)
+
+    def validate(self) -> None:
+        core, state, ledger = self._core, self._core.state, self._core.ledger
+        if core.phase is Phase.TRAINING:
+            assert ledger is not None, "training without a ledger"
+            assert (ledger.step, ledger.attempt) == (state.step, state.attempt), (
+                "the ledger is of another step"
+            )
+        if ledger is not None:
+            parts = (set(ledger.pool), set(ledger.leases), set(ledger.done))
+            assert sum(map(len, parts)) == len(ledger.pool) + len(ledger.leases) + len(ledger.done)
+            assert set.union(*parts) == set(range(ledger.count)), "a microbatch is nowhere"
+            assert sum(map(len, parts)) == ledger.count, "a microbatch is in two places"
+        assert state.samples_trained == state.step * core.config.job.train.batch
 
     def waiting_words(self) -> str:
         core, ledger = self._core, self._core.ledger

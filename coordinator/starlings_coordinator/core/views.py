@@ -28,6 +28,7 @@ def worker_status(core: Core, member: Member, elapsed_s: float) -> WorkerStatus:
     span = state.spans.get(worker_id) if core.plan_is_shown else None
     planned = state.planned.get(worker_id)
     tokens = state.worker_tokens.get(worker_id, 0)
+    counters = member.counters
     return WorkerStatus(
         worker_id,
         member.hello.device,
@@ -42,6 +43,11 @@ def worker_status(core: Core, member: Member, elapsed_s: float) -> WorkerStatus:
         member.counters.seconds() if member.counters is not None else {},
         member.probe.memory_bytes if member.probe is not None else 0,
         planned.memory_bytes if span is not None and planned is not None else 0,
+        *(
+            (counters.inner_steps, counters.staleness, counters.staleness_most, counters.gradients_stale)
+            if counters
+            else ()
+        ),
     )
 
 
@@ -75,7 +81,7 @@ def status(core: Core, now_s: float) -> StatusReply:
     """Everything that `starlings status` and the page show."""
     state, job = core.state, core.config.job
     elapsed_s = max(0.0, now_s - core.started_at_s)
-    touched = len(core.ledger.touched) * job.train.microbatch if core.ledger is not None else 0
+    microbatches, done = core.schedule.microbatches
     return StatusReply(
         job=job.job.name,
         phase=core.phase.value,
@@ -93,7 +99,7 @@ def status(core: Core, now_s: float) -> StatusReply:
         plan_version=state.plan_version,
         events=tuple(core.events),
         loss_curve=tuple(state.loss_curve),
-        samples_leased=max(state.samples_leased, state.samples_trained + state.samples_lost + touched),
+        samples_leased=core.schedule.samples_leased,
         samples_trained=state.samples_trained,
         samples_lost=state.samples_lost,
         checkpoint=state.checkpoints[max(state.checkpoints)] if state.checkpoints else "",
@@ -101,6 +107,8 @@ def status(core: Core, now_s: float) -> StatusReply:
         checkpoint_trouble=core.finishing.pace.trouble,
         failure=state.finished.reason if state.finished is not None and not state.finished.done else "",
         dropped_messages=core.dropped_messages,
-        step_microbatches=core.ledger.count if core.ledger is not None else 0,
-        step_microbatches_done=len(core.ledger.done) if core.ledger is not None else 0,
+        step_microbatches=microbatches,
+        step_microbatches_done=done,
+        samples_repeated=state.leased.samples_repeated,
+        samples_unmerged=state.samples_unmerged,
     )

@@ -37,9 +37,10 @@ from starlings_protos.messages import (
     WorkerId,
 )
 from starlings_protos.pair_messages import PairMatched, SlotClock
+from starlings_protos.stream_messages import MicrobatchVoided, SwarmProgress, TrainingPaused
 from starlings_worker.core.admission import Admission, Rejection
 from starlings_worker.core.device import DeviceOutcome, DeviceQueue
-from starlings_worker.core.effects import Effect, KeepHistory, Load, SendControl, Stop
+from starlings_worker.core.effects import Effect, KeepHistory, Load, SendControl, Stop, TakeCopy
 from starlings_worker.core.events import (
     AggregateAssembled,
     ArrivalAborted,
@@ -66,7 +67,9 @@ from starlings_worker.core.events import (
     PartReduced,
     PartSent,
     ReplayFailed,
+    Settled,
     SpanLoaded,
+    StagesStepped,
     StateDigested,
     StepApplied,
     StepReplayed,
@@ -79,6 +82,9 @@ from starlings_worker.core.outbox import Outbox
 from starlings_worker.core.parts import PartStore
 from starlings_worker.core.peers import PeerTable
 from starlings_worker.core.placement import Placement
+from starlings_worker.core.streaming.rules import StreamRules
+from starlings_worker.core.streaming.stream import Stream
+from starlings_worker.core.streaming.table import StreamTable
 from starlings_worker.core.table import MicrobatchTable
 from starlings_worker.core.timings import WorkerTimings
 from starlings_worker.core.training import Training
@@ -87,7 +93,14 @@ from starlings_worker.core.training import Training
 class WorkerCore:
     """One per engine life. `rng_seed` seeds the dice of `handle` when its caller brings none."""
 
-    def __init__(self, worker_id: WorkerId, rng_seed: int = 0, timings: WorkerTimings | None = None) -> None:
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        rng_seed: int = 0,
+        timings: WorkerTimings | None = None,
+        rules: StreamRules | None = None,
+    ) -> None:
+        """`rules`: those of an `async` job; None: steps are transactions."""
         self.worker_id = worker_id
         self.timings = timings or WorkerTimings()
         self._rng = random.Random(rng_seed)
@@ -98,7 +111,13 @@ class WorkerCore:
         self.device = DeviceQueue()
         self.peers = PeerTable(self.timings)
         self.outbox = Outbox(lambda message: self._effects.append(SendControl(message)))
-        self.table = MicrobatchTable(worker_id, self.device, self.counters, self._effects.append)
+        self.table: MicrobatchTable
+        if rules is None:
+            self.table = MicrobatchTable(worker_id, self.device, self.counters, self._effects.append)
+        else:
+            self.table = stream_table = StreamTable(
+                worker_id, self.device, self.counters, self._effects.append
+            )
         self.parts = PartStore(self.counters, self._effects.append)
         self.flow = Flow(
             worker_id,
@@ -120,6 +139,9 @@ class WorkerCore:
             self.counters,
             self._effects.append,
         )
+        self.stream: Stream | None = None
+        if rules is not None:
+            self.stream = Stream(rules, stream_table, self.training, self.device, self.outbox, self.counters)
         self.placement = Placement(
             worker_id,
             self.timings,
@@ -129,6 +151,7 @@ class WorkerCore:
             self.parts,
             self.flow,
             self.training,
+            self.stream,
             self.outbox,
             self.counters,
             self._effects.append,
@@ -257,6 +280,7 @@ class WorkerCore:
                 if self._leaving is None:
                     self._leaving = (event.reason, now_s + event.within_s)
                     self.outbox.say(Leaving(event.reason, event.within_s))
+                    self._part_from_stream()
             case Ticked():
                 pass
             case _:
@@ -265,6 +289,9 @@ class WorkerCore:
                     self.counters["unexpected_outcomes"] += 1
                 elif isinstance(effect, Load) and self.placement.is_for_another(effect):
                     self.progress += 1  # Superseded meanwhile; if another place was assigned, its Load waits.
+                elif isinstance(effect, TakeCopy):
+                    self.progress += 1
+                    self._copied(event)
                 else:
                     self.progress += 1
                     self._device_did(event, now_s)
@@ -278,11 +305,14 @@ class WorkerCore:
             case ComputeFailed():
                 self.flow.compute_failed(event)
             case SpanLoaded():
-                self.placement.span_loaded(event)
+                self.placement.span_loaded(event, now_s)
             case LoadFailed():
                 self.placement.load_failed(event, now_s)
-            case GradientsCleared():
+            case GradientsCleared() | Settled():
                 pass
+            case StagesStepped():
+                if self.stream is not None:
+                    self.stream.stepped(event)
             case StepReplayed():
                 self.placement.step_replayed(event, now_s)
             case ReplayFailed():
@@ -306,6 +336,17 @@ class WorkerCore:
             case _:
                 assert_never(event)
 
+    def _copied(self, event: DeviceOutcome) -> None:
+        if self.stream is not None and isinstance(event, StateDigested):
+            report = self.stream.state_digested(event)
+            if report is not None:
+                self.outbox.say(report)
+
+    def _part_from_stream(self) -> None:
+        """Where others can begin microbatches, a worker that leaves begins none."""
+        if self.stream is not None and self.draining and self.loaded and self._others_can_begin():
+            self.stream.part()
+
     def _state_reported(self, report: StateReport, *, left_behind: bool) -> None:
         """To the coordinator; or, when that is all it wants of a worker that leaves, by whoever serves the copy."""
         if left_behind and self._leaving is not None:
@@ -317,7 +358,7 @@ class WorkerCore:
     def _control(self, message: ToWorker, now_s: float) -> None:
         match message:
             case Assignment():
-                self.placement.assigned(message)
+                self.placement.assigned(message, now_s)
             case LeaseGrant():
                 self._granted(message)
             case Finish():
@@ -331,8 +372,15 @@ class WorkerCore:
                 self._effects.append(KeepHistory(message.versions, updates_from))
             case StepCommitted() if self.observing.active and not self.loaded:
                 self.placement.committed_elsewhere(message)
+            case SwarmProgress():
+                if self.stream is not None:
+                    self.stream.heard(message, now_s)
             case StateWanted() | StepCommitted() | StepRestarted() | ExchangeOpened() if not self.loaded:
                 self.counters["stale_messages"] += 1
+            case MicrobatchVoided() | TrainingPaused() | StateWanted() if (
+                self.stream is not None and self.loaded and self._said_to_stream(message, self.stream)
+            ):
+                pass
             case StepRestarted():
                 self.training.restarted(message)
             case ExchangeOpened():
@@ -344,17 +392,36 @@ class WorkerCore:
                 self.training.state_wanted(replace(message, hand_over=hand_over))
             case AssignmentRenewed() | Welcome() | HeartbeatAck():
                 pass  # The shell's business.
+            case MicrobatchVoided() | TrainingPaused():
+                self.counters["stale_messages"] += 1
             case SlotClock() | PairMatched():
                 self.counters["stale_messages"] += 1  # No schedule has slots yet.
             case _:
                 assert_never(message)
+
+    def _said_to_stream(
+        self, message: MicrobatchVoided | TrainingPaused | StateWanted, stream: Stream
+    ) -> bool:
+        """Whether training without a barrier, or its end, is what the message is about."""
+        match message:
+            case MicrobatchVoided():
+                stream.void(message.keys)
+            case TrainingPaused():
+                stream.paused(message)
+            case StateWanted():
+                if not stream.running:
+                    return False
+                stream.state_wanted(message)
+            case _:
+                assert_never(message)
+        return True
 
     # ------------------------------------------------------------------ leases
 
     def _granted(self, message: LeaseGrant) -> None:
         for lease in message.leases:
             self._wish_open = max(0, self._wish_open - 1)
-            if self.loaded and lease.key.kind is LeaseKind.TRAIN:
+            if self.loaded and self.stream is None and lease.key.kind is LeaseKind.TRAIN:
                 self.training.raise_attempt(lease.key.step, lease.key.attempt)
             if not self.table.grant(lease):
                 self.flow.refuse(lease.key)
@@ -382,6 +449,9 @@ class WorkerCore:
     # ------------------------------------------------------------------ going on
 
     def _look_at_time(self, now_s: float) -> None:
+        if self.stream is not None:
+            self.stream.look_at_time(now_s)
+            self._part_from_stream()
         if self.loaded:
             self.training.look_at_time(now_s)
         self.placement.look_at_time(now_s)

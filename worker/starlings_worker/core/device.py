@@ -22,6 +22,9 @@ from starlings_worker.core.effects import (
     OpenExchange,
     ReducePart,
     ReplayStep,
+    Settle,
+    StepStages,
+    TakeCopy,
 )
 from starlings_worker.core.events import (
     AggregateAssembled,
@@ -34,7 +37,9 @@ from starlings_worker.core.events import (
     LoadFailed,
     PartReduced,
     ReplayFailed,
+    Settled,
     SpanLoaded,
+    StagesStepped,
     StateDigested,
     StepApplied,
     StepReplayed,
@@ -52,6 +57,8 @@ DeviceOutcome = (
     | AggregateAssembled
     | ExchangeRefused
     | StepApplied
+    | StagesStepped
+    | Settled
     | StepReplayed
     | ReplayFailed
     | StateDigested
@@ -79,7 +86,13 @@ def belongs(effect: DeviceEffect, outcome: DeviceOutcome) -> bool:
             return isinstance(outcome, StepApplied) and outcome.step == effect.step
         case ReplayStep():
             return isinstance(outcome, StepReplayed | ReplayFailed) and outcome.step == effect.step
-        case AdoptState() | DigestState():
+        case StepStages():
+            return isinstance(outcome, StagesStepped) and outcome.stages == tuple(
+                step.stage for step in effect.stages
+            )
+        case Settle():
+            return isinstance(outcome, Settled) and outcome.version == effect.version
+        case AdoptState() | DigestState() | TakeCopy():
             return isinstance(outcome, StateDigested) and outcome.version == effect.version
         case OpenExchange():
             name = (effect.step, effect.attempt, effect.group.group)

@@ -1,10 +1,11 @@
 """What the worker's core asks its shell to do. Imperative; each effect's outcome comes back as an event.
 
 *Device effects* (Load, ClearGradients, ComputeForward, ComputeBackward, OpenExchange, ReducePart, Assemble,
-ApplyStep, ReplayStep, AdoptState, DigestState) touch the weights, the accumulators or a graph. At most one of them is
-outstanding at a time, and each has exactly one outcome event: the core owns the device's queue, so that
-backward work goes first. The other effects are done at once, in the order of the returned tuple. Sends run
-beside the device; each has exactly one outcome event, whatever becomes of its key meanwhile.
+ApplyStep, StepStages, TakeCopy, Settle, ReplayStep, AdoptState, DigestState) touch the weights, the
+accumulators or a graph. At most one of them is outstanding at a time, and each has exactly one outcome event: the
+core owns the device's queue, so that backward work goes first. The other effects are done at once, in the order of
+the returned tuple. Sends run beside the device; each has exactly one outcome event, whatever becomes of its key
+meanwhile.
 
 What the shell keeps under which key is said in events.py.
 """
@@ -105,10 +106,11 @@ class ComputeBackward:
     """Device effect. -> BackwardComputed | ComputeFailed
 
     Back through what ComputeForward ran, from its loss or from the arrived gradient; adds to the accumulators
-    of those stages.
+    of those stages, but for `unadded_stages`, which only pass the gradient on.
     """
 
     key: MicrobatchKey
+    unadded_stages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,51 @@ class ApplyStep:
 
 
 @dataclass(frozen=True, slots=True)
+class StageStep:
+    """One stage's part of StepStages. `number` counts the stage's own steps from 1; `clip_limit` is for the norm of its
+    gradient, 0 for none.
+    """
+
+    stage: int
+    number: int
+    clip_limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepStages:
+    """Device effect, `async` only. -> StagesStepped
+
+    The inner optimizer of some held stages, each with its own gradient, whose accumulators are zero afterwards. With a
+    positive `joint_clip_limit` these are all stages of the model, and the limit is for the norm over all of them
+    instead. A gradient that is not finite is dropped, and changes nothing.
+    """
+
+    stages: tuple[StageStep, ...]
+    learning_rate: float
+    joint_clip_limit: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TakeCopy:
+    """Device effect, `async` only. -> StateDigested
+
+    Call the weights as they are now `version`, digest them, and keep a copy to be fetched.
+    """
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Device effect, `async` only. -> Settled
+
+    Training is over: zero the accumulators, and call the weights as they are now `version`.
+    """
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplayStep:
     """Device effect of an observer. -> StepReplayed | ReplayFailed
 
@@ -272,6 +319,9 @@ DeviceEffect = (
     | ReducePart
     | Assemble
     | ApplyStep
+    | StepStages
+    | TakeCopy
+    | Settle
     | ReplayStep
     | AdoptState
     | DigestState

@@ -234,6 +234,21 @@ class StepApplied:
 
 
 @dataclass(frozen=True, slots=True)
+class StagesStepped:
+    """Outcome of StepStages: per stage the norm of its gradient before clipping; not finite where it was dropped."""
+
+    stages: tuple[int, ...]
+    norms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Outcome of Settle."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepReplayed:
     """Outcome of ReplayStep: the weights are now version step + 1. `digests`: of each group's aggregate, as in
     PreparedGroup.
@@ -342,6 +357,8 @@ Event = (
     | AggregateAssembled
     | ExchangeRefused
     | StepApplied
+    | StagesStepped
+    | Settled
     | StepReplayed
     | ReplayFailed
     | StateDigested

@@ -32,7 +32,7 @@ from starlings_worker.core.events import (
     MicrobatchNotSent,
     MicrobatchSent,
 )
-from starlings_worker.core.losses import Fate, absent, fate_of
+from starlings_worker.core.losses import Fate, absent
 from starlings_worker.core.microbatches import Held, Phase
 from starlings_worker.core.peers import PeerTable, queue_seconds
 from starlings_worker.core.router import choose_exit, choose_next, onward
@@ -82,11 +82,11 @@ class Flow:
         if backward:
             held = min(backward, key=lambda held: (-held.entry_stage, held.order))
             held.phase = Phase.BACKWARD
-            return ComputeBackward(held.key)
+            return ComputeBackward(held.key, self._table.unadded_stages(held) if held.trains else ())
         forward = [
             held
             for held in self._table.held.values()
-            if held.phase is Phase.QUEUED and (not held.trains or held.epoch == self._table.epoch)
+            if held.phase is Phase.QUEUED and (not held.trains or self._table.is_current(held.key))
         ]
         if not forward:
             return None
@@ -103,6 +103,8 @@ class Flow:
             margin=self._timings.early_exit_margin,
             rng=rng,
         ).exit_stage
+        if held.trains:
+            self._table.begins_forward(held)
         return ComputeForward(held.key, held.entry_stage, held.exit_stage, held.loss_denominator)
 
     def forward_computed(self, event: ForwardComputed, now_s: float) -> None:
@@ -311,7 +313,7 @@ class Flow:
         self._counters["failures"] += 1
         self._table.drop(held)
         if held.trains:
-            self._table.failed.add(held.key)
+            self._table.fail(held.key)
         self._say(MicrobatchFailed(held.key, reason))
 
     # ------------------------------------------------------------------ when others are lost
@@ -327,7 +329,7 @@ class Flow:
         for held in sorted(table.held.values(), key=lambda held: held.order):
             if not held.trains or held.epoch < epoch:
                 continue
-            match fate_of(held, place.workers):
+            match table.fate_of(held, place.workers):
                 case Fate.FAILED:
                     self._give_up(held, "it passed through a worker that was lost")
                 case Fate.DROPPED:
@@ -356,7 +358,7 @@ class Flow:
     def refuse(self, key: MicrobatchKey) -> None:
         """A lease that cannot be begun here."""
         self._counters["failures"] += 1
-        self._table.failed.add(key)
+        self._table.fail(key)
         self._say(MicrobatchFailed(key, "its route before this lease is not let go of yet"))
 
     def _void(self, key: MicrobatchKey, gone: WorkerId) -> None:
@@ -364,7 +366,7 @@ class Flow:
         self._counters["failures"] += 1
         if (held := self._table.held.get(key)) is not None:
             self._table.drop(held)
-        self._table.failed.add(key)
+        self._table.fail(key)
         self._say(MicrobatchFailed(key, f"it was accumulated on a route through {gone}, which was lost"))
 
     # ------------------------------------------------------------------ questions

@@ -38,8 +38,8 @@ def _check_microbatches(core: WorkerCore) -> None:
         assert held.trains or held.phase <= Phase.AWAY, f"{key}: a forward-only kind has no {held.phase.name}"
         assert (held.arriving is not None) == (held.phase in (Phase.ARRIVING, Phase.GRADIENT_ARRIVING))
         if held.trains:
-            assert held.epoch >= table.epoch, f"{key} is older than {table.epoch}"
-            assert held.phase <= Phase.QUEUED or held.epoch == table.epoch, f"{key} ran before its time"
+            assert not table.is_past(key), f"{key} is older than {table.epoch}"
+            assert held.phase <= Phase.QUEUED or table.is_current(key), f"{key} ran before its time"
         if held.phase >= Phase.FORWARD:
             assert held.entry_stage <= held.exit_stage <= place.span.last_stage
         if held.phase is Phase.AWAY:

@@ -47,3 +47,15 @@ def fate_of(held: Held, present: Collection[WorkerId]) -> Fate:
     if held.next_worker is None or held.next_worker in present:
         return Fate.STAYS
     return Fate.SENT_AGAIN if held.phase in (Phase.PLACING, Phase.AWAY) else Fate.STAYS
+
+
+def stream_fate_of(held: Held, present: Collection[WorkerId]) -> Fate:
+    """The same where no barrier joins the stages, and what was added stays added: nothing has failed. What came through
+    the lost worker cannot go back to it, and what was sent to it goes to another; stages behind that had it already add
+    it twice.
+    """
+    if absent(held.route, present):
+        return Fate.DROPPED
+    if held.next_worker is None or held.next_worker in present:
+        return Fate.STAYS
+    return Fate.SENT_AGAIN if held.phase in (Phase.PLACING, Phase.AWAY) else Fate.STAYS

@@ -59,6 +59,8 @@ class Held:
     busy_tries: int = 0
     retry_at_s: float = 0.0
     failing_since_s: float | None = None
+    # `async`: the own steps of each stage of the run when its forward pass was computed.
+    steps_at_forward: tuple[int, ...] = ()
 
     @property
     def trains(self) -> bool:

@@ -61,13 +61,16 @@ class Observing:
         old = self._assignment
         return old is not None and (new.stages, new.span, new.version) == (old.stages, old.span, old.version)
 
-    def same_place(self, new: Assignment) -> bool:
-        """Whether `new` makes this observer a holder of what it has: nothing needs to be loaded."""
+    def same_place(self, new: Assignment, *, any_version: bool = False) -> bool:
+        """Whether `new` makes this observer a holder of what it has: nothing needs to be loaded. `any_version`: weights
+        have none that could be compared.
+        """
         old = self._assignment
         return (
             old is not None
             and self.base_loaded
-            and (new.stages, new.span, new.version) == (old.stages, old.span, self.version_ahead)
+            and (new.stages, new.span) == (old.stages, old.span)
+            and (any_version or new.version == self.version_ahead)
         )
 
     def hopeless(self, new: Assignment) -> bool:

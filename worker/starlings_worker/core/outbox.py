@@ -15,6 +15,7 @@ from starlings_protos.messages import (
     Leaving,
     MicrobatchDone,
     MicrobatchFailed,
+    MicrobatchKey,
     Prepared,
     Ready,
     StateReport,
@@ -85,6 +86,10 @@ class Outbox:
                     del self.facts[slot]
                 case _:
                     pass
+
+    def forget_microbatch(self, key: MicrobatchKey) -> None:
+        """What was said of it is known for certain, or too old to matter."""
+        self.facts.pop(("microbatch", key), None)
 
     def forget(self, kind: type[Ready] | type[StateReport]) -> None:
         self.facts.pop((kind.__name__,), None)

@@ -16,9 +16,13 @@ from starlings_worker.core.observing import Observing
 from starlings_worker.core.outbox import Outbox
 from starlings_worker.core.parts import PartStore
 from starlings_worker.core.peers import PeerTable, own_span_prior
+from starlings_worker.core.streaming.stream import Stream
 from starlings_worker.core.table import MicrobatchTable, Place
 from starlings_worker.core.timings import WorkerTimings
 from starlings_worker.core.training import Training
+
+# Below that of any step.
+ALL_EPOCHS = (-1, -1)
 
 
 class Placement:
@@ -36,6 +40,7 @@ class Placement:
         parts: PartStore,
         flow: Flow,
         training: Training,
+        stream: Stream | None,
         outbox: Outbox,
         counters: Counter[str],
         emit: Callable[[Effect], None],
@@ -49,6 +54,8 @@ class Placement:
         self._parts = parts
         self._flow = flow
         self._training = training
+        # None: steps are transactions.
+        self._stream = stream
         self._outbox = outbox
         self._counters = counters
         self._emit = emit
@@ -79,7 +86,7 @@ class Placement:
 
     # ------------------------------------------------------------------ coming and going
 
-    def assigned(self, new: Assignment) -> None:
+    def assigned(self, new: Assignment, now_s: float) -> None:
         """A new plan:
 
         load the span, or only take note of other peers when weights and span stay as they are.
@@ -92,13 +99,13 @@ class Placement:
             self._observe(new)
             return
         self.observing.forget_failure()
-        if not self.loaded and self.observing.same_place(new):
-            self._admitted(new)
+        if not self.loaded and self.observing.same_place(new, any_version=self._stream is not None):
+            self._admitted(new, now_s)
             return
         if old is not None and new.plan_version == old.plan_version and not old.observer:
             # Said again after a reconnection.
             if self.loaded:
-                self._training.raise_attempt(new.step, new.attempt)
+                self._raise_attempt(new)
                 self._report_ready()
             return
         self.standby_reason = ""
@@ -109,8 +116,7 @@ class Placement:
             old is not None
             and self.loaded
             and (new.stages, new.span) == (old.stages, old.span)
-            and new.version == committed_version
-            and (epoch >= training.epoch)
+            and (self._goes_on(new) or (new.version == committed_version and epoch >= training.epoch))
         )
         self.assignment = new
         self._peers.update(new)
@@ -126,9 +132,23 @@ class Placement:
         self._table.place = place
         self._table.drop_forward_only()
         self._emit(UpdatePeers(new))
-        training.raise_attempt(new.step, new.attempt)
-        self._flow.leave_out_absent(epoch)
+        self._raise_attempt(new)
+        self._flow.leave_out_absent(epoch if self._stream is None else ALL_EPOCHS)
         self._report_ready()
+
+    def _goes_on(self, new: Assignment) -> bool:
+        """Without a barrier, weights have no version that could be compared: nobody has loaded any since."""
+        place = self._table.place
+        return (
+            self._stream is not None
+            and place is not None
+            and place.base_plan_version >= new.base_plan_version
+        )
+
+    def _raise_attempt(self, new: Assignment) -> None:
+        """Attempts are of steps."""
+        if self._stream is None or not self._stream.running:
+            self._training.raise_attempt(new.step, new.attempt)
 
     def _observe(self, new: Assignment) -> None:
         """Catch up from `new.version`, or only take note of other donors when that is what goes on."""
@@ -145,7 +165,7 @@ class Placement:
         self._begin_load(new)
         self.observing.begin(new)
 
-    def _admitted(self, new: Assignment) -> None:
+    def _admitted(self, new: Assignment, now_s: float) -> None:
         """This observer holds its span from step `new.step` on. Commits that are still to be replayed are to it what an
         optimizer step that has not run yet is to others: what comes early for `new.step` waits.
         """
@@ -162,6 +182,7 @@ class Placement:
         else:
             observing.end()
             self._training.begin((new.step, new.attempt), new.version)
+            self._begin_stream(new, new.version, now_s)
 
     def step_replayed(self, event: StepReplayed, now_s: float) -> None:
         observing = self.observing
@@ -199,7 +220,11 @@ class Placement:
         self._parts.clear()
         self._training.round = None
 
-    def span_loaded(self, event: SpanLoaded) -> None:
+    def _begin_stream(self, assignment: Assignment, version: int, now_s: float) -> None:
+        if self._stream is not None:
+            self._stream.begin(assignment, version, now_s)
+
+    def span_loaded(self, event: SpanLoaded, now_s: float) -> None:
         assignment = self.assignment
         assert assignment is not None
         if assignment.observer:
@@ -207,6 +232,7 @@ class Placement:
             return
         self._table.place = _place(self._worker_id, assignment, assignment.plan_version)
         self._training.begin((assignment.step, assignment.attempt), event.version)
+        self._begin_stream(assignment, event.version, now_s)
         self.loaded = True
         self._loaded_digests = (event.version, dict(event.block_digests))
         self._report_ready()

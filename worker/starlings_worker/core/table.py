@@ -5,7 +5,7 @@ them.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -33,7 +33,7 @@ from starlings_worker.core.admission import (
 from starlings_worker.core.device import DeviceQueue
 from starlings_worker.core.effects import ForgetMicrobatch
 from starlings_worker.core.events import Direction
-from starlings_worker.core.losses import absent
+from starlings_worker.core.losses import Fate, absent, fate_of
 from starlings_worker.core.microbatches import Held, Phase
 
 # Leases that may wait for a slot; each is a few kilobytes of tokens. The coordinator grants no more than was
@@ -127,16 +127,8 @@ class MicrobatchTable:
 
     def _admit_forward(self, place: Place, header: MicrobatchHeader, receipt: Receipt) -> Admission:
         key = header.key
-        if key.kind is LeaseKind.TRAIN:
-            epoch = (key.step, key.attempt)
-            if epoch < self.epoch or key in self.failed:
-                return Rejection(Refusal.STALE, f"step {key.step} attempt {key.attempt} is over")
-            if key.step > self.epoch[0] + 1:
-                return Rejection(Refusal.BUSY, f"step {key.step} is further than the next one")
-            if epoch == self.epoch and (route := self.routes.get(key.index)):
-                if route[: len(header.route)] == header.route:
-                    return Duplicate(receipt)
-                return Rejection(Refusal.STALE, "the microbatch was accumulated here on another route")
+        if key.kind is LeaseKind.TRAIN and (answer := self._judge_time(header, receipt)) is not None:
+            return answer
         held = self.held.get(key)
         if held is not None:
             if held.route != header.route:
@@ -152,6 +144,20 @@ class MicrobatchTable:
             return Rejection(Refusal.BUSY, "no free slot")
         self._hold(key, header.stage, header.route, header.loss_denominator, Phase.ARRIVING).arriving = header
         return receipt
+
+    def _judge_time(self, header: MicrobatchHeader, receipt: Receipt) -> Admission | None:
+        """The answer to a training microbatch that is not of the present; None for one that is, or comes next."""
+        key = header.key
+        epoch = (key.step, key.attempt)
+        if epoch < self.epoch or key in self.failed:
+            return Rejection(Refusal.STALE, f"step {key.step} attempt {key.attempt} is over")
+        if key.step > self.epoch[0] + 1:
+            return Rejection(Refusal.BUSY, f"step {key.step} is further than the next one")
+        if route := self.taken_route(key):
+            if route[: len(header.route)] == header.route:
+                return Duplicate(receipt)
+            return Rejection(Refusal.STALE, "the microbatch was accumulated here on another route")
+        return None
 
     def _admit_backward(self, header: MicrobatchHeader, sender: WorkerId, receipt: Receipt) -> Admission:
         key = header.key
@@ -184,8 +190,8 @@ class MicrobatchTable:
 
     def _was_returned_by(self, sender: WorkerId, header: MicrobatchHeader) -> bool:
         """Whether this gradient is in the accumulators already."""
-        key, route = header.key, self.routes.get(header.key.index, ())
-        if (key.step, key.attempt) != self.epoch or route != header.route:
+        route = self.taken_route(header.key)
+        if not route or route != header.route:
             return False
         return any(
             (one.worker_id, two.worker_id) == (self._worker_id, sender) for one, two in pairwise(route)
@@ -240,11 +246,7 @@ class MicrobatchTable:
         if key in self.held or any(other.key == key for other in self.leases):
             self._counters["duplicate_leases"] += 1
             return True
-        over = key.kind is LeaseKind.TRAIN and (
-            (key.step, key.attempt) < self.epoch
-            or key in self.failed
-            or ((key.step, key.attempt) == self.epoch and key.index in self.routes)
-        )
+        over = key.kind is LeaseKind.TRAIN and (self.is_over(key) or bool(self.taken_route(key)))
         if over or self.place is None or 0 not in self.place.span or len(self.leases) >= LEASES_AT_MOST:
             self._counters["leases_dropped"] += 1
             if key not in self.doomed:
@@ -265,7 +267,7 @@ class MicrobatchTable:
             if not self.place.may_enter(len(self.held), 0):
                 return
             key = lease.key
-            if key.kind is LeaseKind.TRAIN and (key.step, key.attempt) != self.epoch:
+            if key.kind is LeaseKind.TRAIN and not self.is_current(key):
                 continue
             self.leases.remove(lease)
             self._hold(key, 0, (), lease.loss_denominator, Phase.QUEUED)
@@ -353,6 +355,38 @@ class MicrobatchTable:
             if lease.key.kind is LeaseKind.TRAIN and (lease.key.step, lease.key.attempt) < epoch:
                 self.leases.remove(lease)
                 self._forget(ForgetMicrobatch(lease.key))
+
+    # ------------------------------------------------------------------ what is of the present, and what was taken
+
+    def is_over(self, key: MicrobatchKey) -> bool:
+        """Whether nobody waits for that training microbatch any more."""
+        return self.is_past(key) or key in self.failed
+
+    def is_past(self, key: MicrobatchKey) -> bool:
+        return (key.step, key.attempt) < self.epoch
+
+    def is_current(self, key: MicrobatchKey) -> bool:
+        """Whether a training microbatch may be computed now."""
+        return (key.step, key.attempt) == self.epoch
+
+    def taken_route(self, key: MicrobatchKey) -> tuple[Hop, ...]:
+        """The whole route of a training microbatch that was accumulated here; empty when it was not."""
+        return self.routes.get(key.index, ()) if self.is_current(key) else ()
+
+    def fate_of(self, held: Held, present: Collection[WorkerId]) -> Fate:
+        """What becomes of a training microbatch whose step goes on without somebody."""
+        return fate_of(held, present)
+
+    def fail(self, key: MicrobatchKey) -> None:
+        """A training microbatch was given up: nobody should send it here again."""
+        self.failed.add(key)
+
+    def begins_forward(self, held: Held) -> None:
+        """The device computes its forward pass next."""
+
+    def unadded_stages(self, held: Held) -> tuple[int, ...]:
+        """Stages to whose gradient its backward pass, which is next, must not add."""
+        return ()
 
     def reset(self, epoch: Epoch) -> None:
         """Drop everything: the span changes."""

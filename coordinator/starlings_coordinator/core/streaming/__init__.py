@@ -1,0 +1,8 @@
+"""`async`: training without a barrier (design.md, section 6).
+
+leasing.py      blocks of samples: who gets how many, what is acknowledged, what returns
+progress.py     loss, credits, the gradient's norm: what people see, and what workers are told of the swarm
+copies.py       copies of the weights at some moment: for checkpoints, for newcomers, for the last holder who leaves
+newcomers.py    joining from such a copy
+streaming.py    the schedule, which puts them together
+"""

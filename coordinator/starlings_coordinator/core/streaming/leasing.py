@@ -1,0 +1,174 @@
+"""Who trains which samples of an `async` job: wishes become blocks of the lease book, reports acknowledgements."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlings_coordinator.core.lease_book import LEASE_S, LeaseBook
+from starlings_coordinator.core.leased import LeaseBlock
+from starlings_coordinator.core.members import Member
+from starlings_coordinator.core.ranges import Range, Ranges, minus, ranges_of, size, union
+from starlings_coordinator.core.records import LeaseBlockGranted
+from starlings_job.sampling import samples_at
+from starlings_protos.messages import Lease, LeaseGrant, LeaseKind, MicrobatchKey, WorkerId
+
+if TYPE_CHECKING:
+    from starlings_coordinator.core.core import Core
+
+# A grant travels in messages of at most so many microbatches, and of about so many tokens: they carry the text.
+MICROBATCHES_PER_MESSAGE = 64
+TOKENS_PER_MESSAGE = 65_536
+
+
+class Leasing:
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._book: LeaseBook | None = None
+        # Per block what its holder will not train: the block returns when nothing else of it is open.
+        self._given_up: dict[int, Ranges] = {}
+
+    @property
+    def book(self) -> LeaseBook:
+        assert self._book is not None, "no training has begun"
+        return self._book
+
+    def begin(self, *, recalled: bool) -> None:
+        """`recalled`: workers go on with what they leased of the coordinator before this one."""
+        core = self._core
+        self._given_up.clear()
+        slots = max((planned.slots for planned in core.state.planned.values()), default=1)
+        self._book = LeaseBook(
+            core.state.leased,
+            core.state.incarnations,
+            core.desk.record,
+            now_s=core.now.monotonic_s,
+            in_flight_samples=max(1, slots) * core.config.job.train.microbatch,
+        )
+        if not recalled:
+            self._return_all("training begins with a saved version")
+
+    def close(self) -> None:
+        """No more is trained: what was reported counts, and everything else returns."""
+        self.book.write_down(self._core.now.monotonic_s)
+        self._return_all("training is over")
+
+    def _return_all(self, reason: str) -> None:
+        for worker_id in sorted({block.worker_id for block in self._core.state.leased.blocks.values()}):
+            self.lost(worker_id, reason)
+
+    def lost(self, worker_id: WorkerId, reason: str) -> int:
+        """Its blocks return at once. Returns how many samples that are."""
+        self.book.write_down(self._core.now.monotonic_s)
+        count = self.book.unreported(worker_id)
+        self.book.lost(worker_id, reason, self._core.now.monotonic_s)
+        return count
+
+    def has_leased(self, worker_id: WorkerId) -> bool:
+        return self.book.unreported(worker_id) > 0
+
+    # ------------------------------------------------------------------ out
+
+    def grant(self) -> None:
+        """To whom holds least first. The share of each shrinks with what is left, so that the end of a job finds nobody
+        with work for long; and nobody is refused, so that none waits for a slower one: the job may end with a few
+        samples more than it asked for.
+        """
+        core, microbatch = self._core, self._core.config.job.train.microbatch
+        entering = [h for h in core.holders if core.state.spans[h.worker_id].first_stage == 0]
+        staying = [h for h in entering if h.leaving is None] or entering
+        wishing = [h for h in staying if h.here and h.wish > 0]
+        if not wishing:
+            return
+        share = -(-self._left // microbatch) // (2 * len(staying))
+        held = {h.worker_id: -(-self.book.unreported(h.worker_id) // microbatch) for h in wishing}
+        for member in sorted(wishing, key=lambda h: (held[h.worker_id], h.worker_id)):
+            count = min(member.wish, max(self._slots(member), share) - held[member.worker_id])
+            while count > 0:
+                granted = self.book.grant(
+                    member.worker_id, count * microbatch, core.config.population, core.now.monotonic_s
+                )
+                if granted is None:
+                    break
+                made = self._send(member, granted)
+                count, member.wish = count - made, max(0, member.wish - made)
+
+    @property
+    def _left(self) -> int:
+        """Samples until the job's budget is spent, of those that nobody has reported."""
+        job, done = self._core.config.job, self._core.state.samples_trained + self.book.waiting
+        return max(0, job.steps_total * job.train.batch - done)
+
+    def acknowledge(self) -> None:
+        """Write down what is due, or everything when that is the end."""
+        now_s = self._core.now.monotonic_s
+        self.book.due(now_s)
+        if self.book.waiting and not self._left:
+            self.book.write_down(now_s)
+        self.return_given_up()
+
+    def _slots(self, member: Member) -> int:
+        planned = self._core.state.planned.get(member.worker_id)
+        return max(1, planned.slots) if planned is not None else 1
+
+    def _send(self, member: Member, granted: LeaseBlockGranted) -> int:
+        """Returns the number of microbatches."""
+        core, job = self._core, self._core.config.job
+        microbatch = job.train.microbatch
+        samples = samples_at(job.job.seed, core.config.population, granted.epoch, granted.first, granted.end)
+        # A constant, whatever the texts' targets are: a replica does not know with which others it will be added up.
+        denominator = float(job.train.microbatches_per_inner_step * microbatch * job.tokens_per_sample)
+        leases = [
+            Lease(
+                MicrobatchKey(LeaseKind.TRAIN, granted.epoch, granted.lease, index),
+                samples[index * microbatch : (index + 1) * microbatch],
+                denominator,
+                LEASE_S,
+            )
+            for index in range(-(-len(samples) // microbatch))
+        ]
+        by_tokens = TOKENS_PER_MESSAGE // (microbatch * job.tokens_per_sample)
+        at_once = max(1, min(MICROBATCHES_PER_MESSAGE, by_tokens))
+        for begin in range(0, len(leases), at_once):
+            core.desk.send(member, LeaseGrant(tuple(leases[begin : begin + at_once])))
+        return len(leases)
+
+    # ------------------------------------------------------------------ back
+
+    def find(self, key: MicrobatchKey) -> tuple[LeaseBlock, Range] | None:
+        """The block that a training key is of, and the positions that it means; None when there is no such thing (any
+        more).
+        """
+        leased, microbatch = self._core.state.leased, self._core.config.job.train.microbatch
+        returned = leased.returned.get(key.attempt)
+        block = leased.blocks.get(key.attempt) or (returned.block if returned is not None else None)
+        if key.kind is not LeaseKind.TRAIN or block is None or block.epoch != key.step:
+            return None
+        first = block.first + key.index * microbatch
+        if first >= block.end:
+            return None
+        return block, (first, min(block.end, first + microbatch))
+
+    def samples_of(self, block: LeaseBlock, positions: Range) -> tuple[int, ...]:
+        config = self._core.config
+        return samples_at(config.job.job.seed, config.population, block.epoch, *positions)
+
+    def give_up(self, key: MicrobatchKey) -> None:
+        """The microbatch will not be trained under this lease."""
+        found, leased = self.find(key), self._core.state.leased
+        if found is None or key.attempt not in leased.blocks:
+            return
+        positions = found[1]
+        self._given_up[key.attempt] = union(self._given_up.get(key.attempt, ()), ranges_of([positions]))
+        self.return_given_up()
+
+    def return_given_up(self) -> None:
+        """Blocks of which only that is left return."""
+        core, leased = self._core, self._core.state.leased
+        for lease in sorted(self._given_up):
+            block = leased.blocks.get(lease)
+            if block is None:
+                del self._given_up[lease]
+            elif not minus(block.remaining, self._given_up[lease]):
+                begun = size(block.remaining)
+                self.book.give_back(block.worker_id, block.incarnation, lease, begun, core.now.monotonic_s)
+                del self._given_up[lease]

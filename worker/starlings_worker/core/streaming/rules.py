@@ -1,0 +1,26 @@
+"""The numbers of a job that its workers' streams go by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlings_job.schedule import learning_rate
+from starlings_job.sections import TrainSection
+from starlings_job.spec import JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRules:
+    train: TrainSection
+    # Microbatches whose gradients make one step of a stage.
+    inner_batch: int
+    tokens_per_step: int
+    steps_total: int
+
+    @classmethod
+    def of(cls, job: JobSpec) -> StreamRules:
+        return cls(job.train, job.train.microbatches_per_inner_step, job.tokens_per_step, job.steps_total)
+
+    def learning_rate(self, tokens: float) -> float:
+        """When the swarm has trained so many tokens: that of the step which they would make in `sync`."""
+        return learning_rate(self.train, tokens / self.tokens_per_step, self.steps_total)
