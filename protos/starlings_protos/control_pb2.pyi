@@ -1991,6 +1991,7 @@ class SwarmProgress(_message.Message):
     tokens: _builtins.int
     """Target tokens that are acknowledged."""
     tokens_per_s: _builtins.float
+    """The swarm's, lately; 0 while unknown."""
     gradient_norm: _builtins.float
     """Running mean of the norm of the whole model's gradient; 0 while it is unknown."""
     def __init__(
@@ -2449,10 +2450,13 @@ class WorkerStatus(_message.Message):
     planned_memory_bytes: _builtins.int
     """What the plan needs there."""
     inner_steps: _builtins.int
-    """As in TelemetrySample; an `async` job's only."""
+    """As in TelemetrySample, as are the next three; an `async` job's only."""
     staleness: _builtins.float
+    """Mean of the last gradients' age, in inner steps of their stage."""
     staleness_most: _builtins.int
+    """The greatest so far."""
     gradients_stale: _builtins.int
+    """Gradients that were too old to be added here."""
     @_builtins.property
     def span(self) -> _common_pb2.Span:
         """Absent when the worker holds nothing."""
