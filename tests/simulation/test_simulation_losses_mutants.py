@@ -84,7 +84,7 @@ def send_again_although_accumulated(patch: pytest.MonkeyPatch) -> None:
         again = verdict is Fate.FAILED and held.next_worker is not None and held.next_worker not in present
         return Fate.SENT_AGAIN if again else verdict
 
-    patch.setattr(flow, "fate_of", fate)
+    patch.setattr(table, "fate_of", fate)
 
 
 def take_what_comes_through_the_lost(patch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def never_send_again(patch: pytest.MonkeyPatch) -> None:
         verdict = fate_of(held, present)
         return Fate.STAYS if verdict is Fate.SENT_AGAIN else verdict
 
-    patch.setattr(flow, "fate_of", fate)
+    patch.setattr(table, "fate_of", fate)
 
 
 # Each with a seed that finds it at once, at present.

@@ -20,8 +20,6 @@ from starlings_protos.messages import (
     Finish,
     HeartbeatAck,
     LeaseGrant,
-    LeaseKind,
-    LeaseRequest,
     Leaving,
     MicrobatchHeader,
     Refusal,
@@ -88,6 +86,7 @@ from starlings_worker.core.streaming.table import StreamTable
 from starlings_worker.core.table import MicrobatchTable
 from starlings_worker.core.timings import WorkerTimings
 from starlings_worker.core.training import Training
+from starlings_worker.core.wishes import Wishes
 
 
 class WorkerCore:
@@ -158,10 +157,8 @@ class WorkerCore:
             self._stop,
         )
         self.stopped = False
+        self.wishes = Wishes(self.timings, self.table, self.flow, self.training, self.peers, self.outbox)
         self._leaving: tuple[str, float] | None = None
-        # What the coordinator still owes of the last LeaseRequest, and when that was sent.
-        self._wish_open = 0
-        self._wished_at_s = 0.0
 
     @property
     def assignment(self) -> Assignment | None:
@@ -252,7 +249,7 @@ class WorkerCore:
             case ControlLost():
                 self.outbox.lost()
             case ControlRestored():
-                self._wish_open = 0
+                self.wishes.forget()
                 self.outbox.restored()
             case MicrobatchArrived():
                 self.progress += 1
@@ -344,7 +341,7 @@ class WorkerCore:
 
     def _part_from_stream(self) -> None:
         """Where others can begin microbatches, a worker that leaves begins none."""
-        if self.stream is not None and self.draining and self.loaded and self._others_can_begin():
+        if self.stream is not None and self.draining and self.loaded and self.wishes.others_can_begin():
             self.stream.part()
 
     def _state_reported(self, report: StateReport, *, left_behind: bool) -> None:
@@ -360,7 +357,7 @@ class WorkerCore:
             case Assignment():
                 self.placement.assigned(message, now_s)
             case LeaseGrant():
-                self._granted(message)
+                self.wishes.granted(message, opens_attempts=self.loaded and self.stream is None)
             case Finish():
                 self._stop(Stop(message.done, message.reason, drained=self.draining))
             case Refused():
@@ -416,36 +413,6 @@ class WorkerCore:
                 assert_never(message)
         return True
 
-    # ------------------------------------------------------------------ leases
-
-    def _granted(self, message: LeaseGrant) -> None:
-        for lease in message.leases:
-            self._wish_open = max(0, self._wish_open - 1)
-            if self.loaded and self.stream is None and lease.key.kind is LeaseKind.TRAIN:
-                self.training.raise_attempt(lease.key.step, lease.key.attempt)
-            if not self.table.grant(lease):
-                self.flow.refuse(lease.key)
-
-    def _wish(self, now_s: float) -> None:
-        """Ask for as many leases as could be begun, when that is more than what is on its way, or was perhaps
-        lost.
-        """
-        if not self.loaded:
-            self._wish_open = 0
-            return
-        if not self.outbox.up or (self.draining and self._others_can_begin()):
-            return
-        wish = self.table.wish()
-        overdue = now_s - self._wished_at_s >= self.timings.wish_repeat_s and not self.table.held
-        if wish > self._wish_open or (wish > 0 and overdue):
-            self._wish_open = wish
-            self._wished_at_s = now_s
-            self._effects.append(SendControl(LeaseRequest(wish)))
-
-    def _others_can_begin(self) -> bool:
-        """Whether another worker holds the first stage: without one, a step ends only with this one's help."""
-        return any(0 in peer.span for peer in self.peers.states.values())
-
     # ------------------------------------------------------------------ going on
 
     def _look_at_time(self, now_s: float) -> None:
@@ -474,7 +441,10 @@ class WorkerCore:
         self.table.promote()
         self.flow.send_due(now_s, rng)
         self._feed_device(now_s, rng)
-        self._wish(now_s)
+        if self.loaded:
+            self.wishes.go_on(now_s, draining=self.draining)
+        else:
+            self.wishes.forget()
 
     def _feed_device(self, now_s: float, rng: random.Random) -> None:
         if self.device.running is not None:
