@@ -7,6 +7,7 @@ go into is in `starlings_worker.outer`; formulas and papers are there.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -156,14 +157,17 @@ _DEFAULTS: dict[Preset, ExchangeRules] = {
 }
 
 
-def rules_for(preset: Preset, **changes: Any) -> ExchangeRules:
+def rules_for(preset: Preset, *, force: bool = False, **changes: Any) -> ExchangeRules:
     """The preset's defaults, with `changes` of single fields, checked.
+
+    Args:
+        force: as in `check`.
 
     Raises:
         RuleError: they are out of range or known to diverge.
     """
     rules = replace(_DEFAULTS[preset], **changes)
-    check(rules)
+    check(rules, force=force)
     return rules
 
 
@@ -182,8 +186,11 @@ def check(rules: ExchangeRules, *, force: bool = False) -> None:
             _check_divergence(rules, phase)
 
 
-def check_schedule(preset: Preset, schedule: str) -> None:
+def check_schedule(preset: Preset, schedule: str, available: Collection[str] = PRESETS) -> None:
     """Whether `[train] schedule` can use that preset.
+
+    Args:
+        available: the presets that may be recommended instead.
 
     `sync` takes allreduce; `async` takes pairs, noloco, palsgd and gossip; diloco and sparseloco stand under either
     name for local steps with quorum and deadline.
@@ -196,7 +203,9 @@ def check_schedule(preset: Preset, schedule: str) -> None:
     needed = SCHEDULE[preset]
     if needed in (schedule, "local"):
         return
-    fitting = ", ".join(name for name in PRESETS if SCHEDULE[name] in (schedule, "local"))
+    fitting = ", ".join(
+        name for name in PRESETS if name in available and SCHEDULE[name] in (schedule, "local")
+    )
     raise RuleError(
         f'preset = "{preset}" needs schedule = "{needed}"; write that, or with schedule = "{schedule}" one of {fitting}'
     )

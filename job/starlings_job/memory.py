@@ -4,6 +4,7 @@ The terms are those of the design's section 5. Bytes per trained parameter:
 
     4 weights + 4 gradients + optimizer (AdamW and NAdam 8, Muon 4, SGD with momentum 4, 8-bit AdamW 2.03, SGD 0)
     + 4 optimizer temporaries + 8 error feedback (lossy exchange) + 2 autocast copy + 4 per extra version
+    + 8 starting point and outer momentum, and per fragment two payloads decoded (exchanges in pairs)
 
 and per frozen parameter 4 (+ 2). Per microbatch in flight: the stage's input and its activations; with
 `recompute` the input alone, and one stage's activations once. The last stage adds the logits, their softmax
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from starlings_job.codecs import keeps_residual
+from starlings_job.exchange_rules import ExchangeRules
 from starlings_job.optimizers import OptimizerName, state_bytes_per_parameter
 from starlings_job.profile import Profile
 
@@ -58,19 +60,24 @@ def bytes_per_parameter(
     train: OptimizerSettings,
     exchange_codec: str = "exact",
     *,
+    pair_rules: ExchangeRules | None = None,
     autocast: bool = False,
     extra_versions: int = 0,
 ) -> float:
     """Bytes that a trained parameter takes, weights included.
 
     Args:
-        exchange_codec: lossy ones keep what they dropped, twice until a step has committed.
+        exchange_codec: of sums of gradients; lossy ones keep what they dropped, twice until a step has committed.
+        pair_rules: of replicas that exchange in pairs, and then there are no such sums.
         autocast: forward and backward in bfloat16 beside float32 master weights.
         extra_versions: further copies of the weights, such as a snapshot that is being served.
     """
     optimizer = state_bytes_per_parameter(train.optimizer, train.momentum)
-    feedback = 8 if keeps_residual(exchange_codec) else 0
-    return 4 + 4 + optimizer + 4 + feedback + (2 if autocast else 0) + 4 * extra_versions
+    exchange = 8.0 if pair_rules is None and keeps_residual(exchange_codec) else 0.0
+    if pair_rules is not None:
+        travelling = 1 if pair_rules.momentum_codec is None else 2
+        exchange = 8 + 2 * 4 * travelling / pair_rules.fragments
+    return 4 + 4 + optimizer + 4 + exchange + (2 if autocast else 0) + 4 * extra_versions
 
 
 def stage_memory(

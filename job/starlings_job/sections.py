@@ -19,7 +19,6 @@ from starlings_compression.policy import Role
 from starlings_compression.spec import parse_spec
 from starlings_job.codecs import check_codec, stages_most
 from starlings_job.cut import Stages, parse_stages, stage_count
-from starlings_job.exchange_rules import PRESETS as PRESETS_OF_EXCHANGE
 from starlings_job.optimizers import MUON_MOMENTUM, SETTINGS, OptimizerName, misplaced
 from starlings_job.presets import PRESETS
 from starlings_job.units import parse_bytes, parse_count
@@ -48,13 +47,6 @@ def _texts(value: object, allowed: str) -> object:
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, list | tuple) or not value or not all(isinstance(v, str) and v for v in value):
         raise ValueError(f"must be {allowed}")
-    return value
-
-
-def _only(value: object, allowed: object, later: str) -> object:
-    """Refuses what is designed but not built: a job must not silently train in another way than it says."""
-    if value != allowed:
-        raise ValueError(f"{value!r} is not there yet ({later}); write {allowed!r}")
     return value
 
 
@@ -263,44 +255,6 @@ class PipelineSection(Section):
                 "stages, or force = true"
             )
         return self
-
-
-class ExchangeSection(Section):
-    # "allreduce": every step, with `sync`. "none": with `async`, replicas go their own ways and are averaged at the
-    # end.
-    preset: Literal["allreduce", "none"] = "allreduce"
-    # Use the codec also where it is known to hurt.
-    force: Switch = False
-    # How gradients travel between replicas; what a codec drops comes with the next step (error feedback).
-    codec: Codec = "exact"
-    # Steps between exchanges.
-    every: Whole = 1
-    robust: Literal["none"] = "none"
-
-    @field_validator("codec")
-    @classmethod
-    def _suits(cls, value: str, info: ValidationInfo) -> str:
-        return check_codec(value, Role.GRADIENT, force=info.data.get("force", False))
-
-    @field_validator("preset", mode="before")
-    @classmethod
-    def _preset(cls, value: object) -> object:
-        if value in PRESETS_OF_EXCHANGE and value != "allreduce":
-            raise ValueError(
-                f'{value!r} is not there yet (it comes in a later version); write "allreduce", or "none" with '
-                'schedule = "async"'
-            )
-        return value
-
-    @field_validator("every", mode="before")
-    @classmethod
-    def _every(cls, value: object) -> object:
-        return _only(value, 1, "exchanges every H steps come with the presets pairs and diloco")
-
-    @field_validator("robust", mode="before")
-    @classmethod
-    def _robust(cls, value: object) -> object:
-        return _only(value, "none", "centred clipping and the trimmed mean come in later versions")
 
 
 class SwarmSection(Section):

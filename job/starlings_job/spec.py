@@ -21,13 +21,14 @@ from starlings_job.codecs import stages_most
 from starlings_job.cut import cut_problem
 from starlings_job.description import ModelDescription
 from starlings_job.errors import JobFileError
+from starlings_job.exchange_rules import ExchangeRules, RuleError
+from starlings_job.exchange_section import ExchangeSection
 from starlings_job.presets import PRESETS, SHAPES
 from starlings_job.records import DatasetMeta
 from starlings_job.sections import (
     BusSection,
     CheckpointSection,
     DataSection,
-    ExchangeSection,
     JobSection,
     ModelSection,
     NetworkSection,
@@ -88,8 +89,17 @@ class JobSpec(Section):
         if isinstance(values, dict) and isinstance(train := values.get("train"), dict):
             exchange = values.get("exchange", {})
             if train.get("schedule") == "async" and isinstance(exchange, dict):
-                return {**values, "exchange": {"preset": "none", **exchange}}
+                return {**values, "exchange": {"preset": "pairs", **exchange}}
         return values
+
+    @model_validator(mode="after")
+    def _exchange_fits(self) -> Self:
+        try:
+            self.exchange.check_schedule(self.train.schedule)
+            self.exchange.rules(self.train)
+        except RuleError as error:
+            raise ValueError(f"[exchange] {error}") from None
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -103,12 +113,6 @@ class JobSpec(Section):
             raise ValueError('[data] source "shapes" and [model] preset "shapes" belong together')
         if SHAPES in self.data.source and (not images or self.data.sequence_length != 1):
             raise ValueError('[data] source "shapes" goes with no other source and with sequence_length = 1')
-        if self.train.streams != (self.exchange.preset == "none"):
-            fitting = '"none"' if self.train.streams else '"allreduce"'
-            raise ValueError(
-                f'[exchange] preset = "{self.exchange.preset}" does not go with [train] schedule = '
-                f'"{self.train.schedule}"; write preset = {fitting}'
-            )
         return self
 
     # ---------------------------------------------------------------- numbers that follow
@@ -134,6 +138,11 @@ class JobSpec(Section):
     def unties(self) -> bool:
         """Whether tied embeddings get weights of their own: in `async` no step joins both ends of the pipeline."""
         return self.model.untie or self.train.streams
+
+    @cached_property
+    def pair_rules(self) -> ExchangeRules | None:
+        """All numbers of exchanges in pairs; None where replicas do not exchange so."""
+        return self.exchange.rules(self.train)
 
     @property
     def stages_most(self) -> int:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from starlings_job.errors import JobFileError
+from starlings_job.exchange_rules import Phase, rules_for
 from starlings_job.presets import PRESETS
 from starlings_job.spec import JobSpec, PreparedSection, load_job, parse_job
 
 MINIMAL = '[job]\nname = "demo"\ntokens = "0.8M"\n[model]\npreset = "tiny"\n'
+PAIRS = '[train]\nschedule = "async"\n[exchange]\n'
 
 
 def refusal(text: str) -> str:
@@ -33,6 +35,41 @@ def test_defaults_are_filled_in() -> None:
     assert job.steps_total == 391
     assert job.network.ports.control == 7700
     assert job.swarm.settle_s == 10.0
+
+
+def test_pairs_are_what_async_does_with_the_defaults_of_the_preset() -> None:
+    job = parse_job(MINIMAL + '[train]\nschedule = "async"\n')
+    assert job.pair_rules == rules_for("pairs", inner_beta1=job.train.beta1)
+    assert (job.exchange.codec, job.exchange.every) == ("int8:128", 50)
+    assert JobSpec.from_json(job.to_json()) == job
+    assert parse_job(MINIMAL).pair_rules is None
+    assert parse_job(MINIMAL + PAIRS + 'preset = "none"').pair_rules is None
+    assert parse_job(MINIMAL + PAIRS + "seed = 1").digest() != job.digest()
+
+
+def test_every_setting_of_pairs_reaches_the_rules() -> None:
+    text = (
+        'codec = "fp16"\nevery = 7\nswaps = 3\nfragments = 4\nouter_rate = 0.9\nouter_momentum = 0.5\n'
+        'momentum_codec = "none"\nwarmup_fraction = 0.3\nwarmup_every = 2\nwarmup_swaps = 1\n'
+    )
+    rules = parse_job(MINIMAL + PAIRS + text).pair_rules
+    assert rules is not None
+    assert (rules.main, rules.warmup) == (Phase(7, 0.9, 0.5), Phase(2, 1.0, 0.0))
+    assert (rules.codec, rules.momentum_codec) == ("fp16", None)
+    assert (rules.swaps, rules.warmup_swaps, rules.fragments, rules.warmup_fraction) == (3, 1, 4, 0.3)
+    without = parse_job(MINIMAL + PAIRS + "warmup_fraction = 0.0").pair_rules
+    assert without is not None
+    assert without.warmup is None
+    forced = parse_job(MINIMAL + PAIRS + 'force = true\ncodec = "int4:64"').pair_rules
+    assert forced is not None
+    assert forced.codec == "int4:64"
+
+
+def test_nadam_forgets_its_first_moment_at_the_outer_step() -> None:
+    text = '[train]\nschedule = "async"\ncorrection = "nadam"\nmax_staleness = 3\n'
+    rules = parse_job(MINIMAL + text).pair_rules
+    assert rules is not None
+    assert (rules.correction, rules.reset_first_moment, rules.max_staleness) == ("nadam", True, 3)
 
 
 def test_the_preset_gives_the_sequence_length_unless_said() -> None:
@@ -66,11 +103,39 @@ def test_microbatch_follows_batch_when_left_out() -> None:
         ('[train]\nschedule = "local"', "'local' is not allowed; allowed: 'sync' or 'async'"),
         ("[train]\ninner_batch = 2", 'inner_batch = 2 is for schedule = "async"'),
         ('[train]\nschedule = "async"\ncorrection = "nadam"\noptimizer = "sgd"', 'needs optimizer = "nadam"'),
-        ('[train]\nschedule = "async"\n[exchange]\npreset = "allreduce"', 'write preset = "none"'),
         (
-            '[exchange]\npreset = "none"',
-            'does not go with [train] schedule = "sync"; write preset = "allreduce"',
+            '[train]\nschedule = "async"\n[exchange]\npreset = "allreduce"',
+            '[exchange] preset = "allreduce" needs schedule = "sync"; write that, or with schedule = "async" one of '
+            "pairs",
         ),
+        ('[exchange]\npreset = "none"', 'needs schedule = "async"; write that, or with schedule = "sync"'),
+        (
+            '[exchange]\npreset = "pairs"',
+            'preset = "pairs" needs schedule = "async"; write that, or with schedule = "sync" one of allreduce',
+        ),
+        (
+            '[exchange]\npreset = "diloco"',
+            "'diloco' is not there yet (it comes in a later version); write \"allreduce\"",
+        ),
+        (
+            "[exchange]\nswaps = 3",
+            'swaps = 3 is for preset = "pairs", and means nothing to "allreduce": remove',
+        ),
+        (
+            '[train]\nschedule = "async"\n[exchange]\npreset = "none"\nevery = 5',
+            'write every = 1 with "none"',
+        ),
+        (PAIRS + "outer_momentum = 1.0", "less than 1"),
+        (PAIRS + "outer_rate = 0.0", "greater than 0"),
+        (PAIRS + "every = 0", "greater than or equal to 1"),
+        (PAIRS + "fragments = 0", "greater than or equal to 1"),
+        (PAIRS + "swaps = 1\nwarmup_swaps = 2", "warmup_swaps = 2 is out of range; write 1 to swaps = 1"),
+        (PAIRS + "warmup_fraction = 1.0", "less than 1"),
+        (PAIRS + 'codec = "int4:64"', "use exact, fp16 or int8:128; or set force = true"),
+        (PAIRS + 'codec = "topk:64/4096"', "or set force = true"),
+        (PAIRS + 'momentum_codec = "topk:64/4096"', "use int4:64, or set force = true"),
+        (PAIRS + 'momentum_codec = "int9"', "unknown name 'int9'"),
+        (PAIRS + "seed = -1", "greater than or equal to 0"),
         ('[train]\noptimizer = "lion"', "allowed: 'adamw', 'nadam', 'sgd', 'muon' or 'adamw8bit'"),
         (
             "[train]\nmomentum = 0.9",
@@ -85,11 +150,7 @@ def test_microbatch_follows_batch_when_left_out() -> None:
         ("[train]\nlr = -1", "greater than 0"),
         ("[train]\nlr = nan", "finite"),
         ("[train]\nwarmup = 3.5", "whole number of steps"),
-        (
-            '[exchange]\npreset = "pairs"',
-            "'pairs' is not there yet (it comes in a later version); write \"allreduce\"",
-        ),
-        ("[exchange]\nevery = 50", "write 1"),
+        ("[exchange]\nevery = 50", 'every = 50 is for preset = "pairs"'),
         ('[exchange]\nrobust = "trimmed"', "write 'none'"),
         ('[exchange]\ncodec = "rle:64/4096"', "unknown name 'rle'; allowed: topk:K/CHUNK, randk:K/CHUNK"),
         ('[pipeline]\ncodec = "int9"', "line 7: [pipeline] codec: codec 'int9': unknown name"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from starlings_job.description import describe
+from starlings_job.exchange_rules import rules_for
 from starlings_job.memory import HEADROOM, bytes_per_parameter, slots_that_fit, stage_memory
 from starlings_job.model import build_stage, measure_profile
 from starlings_job.presets import PRESETS
@@ -104,6 +105,10 @@ def test_bytes_per_parameter_by_the_terms() -> None:
     assert bytes_per_parameter(sgd) == 12
     assert bytes_per_parameter(replace_momentum(sgd)) == 16
     assert bytes_per_parameter(adamw, extra_versions=2) == 28
+    pairs = rules_for("pairs", fragments=4)
+    assert bytes_per_parameter(adamw, pairs.codec, pair_rules=pairs) == 20 + 8 + 16 / 4
+    at_home = rules_for("pairs", momentum_codec=None)
+    assert bytes_per_parameter(adamw, at_home.codec, pair_rules=at_home) == 20 + 8 + 8
 
 
 def replace_momentum(train: TrainSection) -> TrainSection:

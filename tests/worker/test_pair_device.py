@@ -257,3 +257,22 @@ def test_noloco_goes_the_same_way() -> None:
     after = pair.weights()
     assert np.allclose(after.mean(axis=0), before.mean(axis=0), atol=1e-6)
     assert np.abs(after[0] - after[1]).max() < np.abs(before[0] - before[1]).max()
+
+
+def test_the_first_moment_of_the_fragment_alone_is_forgotten_where_the_rules_say_so() -> None:
+    pair = Pair(fragments=2)
+    rules = rules_for("pairs", fragments=2, reset_first_moment=True)
+    entries = [Entry("layers.0", f"p{i}", shape) for i, shape in enumerate(SHAPES)]
+    vector = FlatVector("stage:3", entries, keeps("exp_avg", "exp_avg_sq"), torch.device("cpu"))
+    vector.parameters.copy_(pair.vectors[0].parameters)
+    for moments in vector.state.values():
+        moments.fill_(1.0)
+    device = PairDevice(rules, {3: vector})
+    device.execute(TakeOuterStep(3, 1, 1, False, 0))
+    first = device.elements(3, 0)
+    assert vector.state["exp_avg"][:first].eq(1.0).all()
+    assert vector.state["exp_avg"][first:].eq(0.0).all()
+    assert vector.state["exp_avg_sq"].eq(1.0).all()
+    keep = PairDevice(rules_for("pairs", fragments=2), {3: vector})
+    keep.execute(TakeOuterStep(3, 1, 0, False, 0))
+    assert vector.state["exp_avg"][:first].eq(1.0).all()

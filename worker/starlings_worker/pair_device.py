@@ -178,7 +178,18 @@ class PairDevice:
         state.solo_rounds = effect.solo_rounds
         self._phases[place] = phase
         self._rule.at_slot(state, self._theta(*place), phase)
+        if self._rules.reset_first_moment:
+            self._forget_first_moment(*place)
         return OuterStepTaken(effect.stage, effect.slot)
+
+    def _forget_first_moment(self, stage: int, fragment: int) -> None:
+        """It points along the steps that the outer step has just replaced."""
+        begin, end = self._bounds[stage][fragment]
+        for piece in self._vectors[stage].stretches("exp_avg"):
+            first, last = max(begin, piece.start), min(end, piece.stop)
+            if first < last:
+                moved = piece.state_start - piece.start
+                self._vectors[stage].state["exp_avg"][first + moved : last + moved].zero_()
 
     def _encode(self, key: PairKey) -> PairEncoded | PairFailed:
         if key in self._forgotten:

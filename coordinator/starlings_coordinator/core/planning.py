@@ -183,7 +183,7 @@ class Planning:
             job.job.seed,
             job.train.microbatch,
             job.microbatches_per_step,
-            float(bytes_per_parameter(job.train, job.exchange.codec)),
+            float(bytes_per_parameter(job.train, job.exchange.codec, pair_rules=job.pair_rules)),
             stages,
             stages_most=job.stages_most,
             stages_wanted=0 if self.restart_version > 0 else stage_count(job.pipeline.stages),

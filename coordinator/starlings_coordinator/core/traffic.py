@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from starlings_job.codecs import boundary_bytes, exchange_bytes
+from starlings_job.exchange_section import NONE
+from starlings_job.exchange_traffic import swap_bytes
 from starlings_job.profile import Profile
 from starlings_job.spec import JobSpec
 from starlings_protos.messages import Span, Stage, WorkerId
@@ -24,19 +26,31 @@ def largest_boundary_bytes(job: JobSpec, profile: Profile, stages: Sequence[Stag
 def largest_exchange_bytes(
     job: JobSpec, profile: Profile, stages: Sequence[Stage], spans: Mapping[WorkerId, Span]
 ) -> int:
-    """What a worker sends per step to the other holders of its stages, at most; 0 where no stage has two."""
+    """What a worker sends to the other holders of its stages, at most, per step, or per slot after the warm-up; 0 where
+    no stage has two, and where replicas are averaged at the end only.
+    """
+    if job.exchange.preset == NONE:
+        return 0
+    rules = job.pair_rules
     sent = []
     for index, stage in enumerate(stages):
         blocks = [profile.blocks[block] for block in stage.blocks]
-        sent.append(
-            exchange_bytes(
-                job.exchange.codec,
-                sum(block.trainable_count for block in blocks),
-                sum(index in span for span in spans.values()),
-                matrix_elements=sum(block.matrix_count for block in blocks),
-                matrix_sides=sum(block.matrix_sides for block in blocks),
+        elements = sum(block.trainable_count for block in blocks)
+        members = sum(index in span for span in spans.values())
+        if rules is not None:
+            # Nobody is met twice in a slot.
+            swaps = min(rules.swaps, members - 1)
+            sent.append(swaps * swap_bytes(rules, rules.main, elements))
+        else:
+            sent.append(
+                exchange_bytes(
+                    job.exchange.codec,
+                    elements,
+                    members,
+                    matrix_elements=sum(block.matrix_count for block in blocks),
+                    matrix_sides=sum(block.matrix_sides for block in blocks),
+                )
             )
-        )
     return max((sum(sent[s] for s in span.stages) for span in spans.values()), default=0)
 
 
@@ -47,7 +61,8 @@ def traffic_words(
     boundary = largest_boundary_bytes(job, profile, stages)
     exchange = largest_exchange_bytes(job, profile, stages, spans)
     words = [f"{_size(boundary)} per microbatch and boundary"] if boundary else []
-    words += [f"at most {_size(exchange)} per step and worker for averaging"] if exchange else []
+    time = f"{job.exchange.every} steps" if job.exchange.pairs else "step"
+    words += [f"at most {_size(exchange)} per {time} and worker for averaging"] if exchange else []
     return "; " + ", ".join(words) if words else ""
 
 
