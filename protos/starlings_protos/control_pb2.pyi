@@ -2221,6 +2221,7 @@ class StatusReply(_message.Message):
     BUS_FIELD_NUMBER: _builtins.int
     SAMPLES_REPEATED_FIELD_NUMBER: _builtins.int
     SAMPLES_UNMERGED_FIELD_NUMBER: _builtins.int
+    EXCHANGES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """The job's name."""
     phase: _builtins.str
@@ -2290,6 +2291,10 @@ class StatusReply(_message.Message):
     def bus(self) -> Global___BusHealth:
         """Absent when the job has no MQTT bus."""
 
+    @_builtins.property
+    def exchanges(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageExchanges]:
+        """One per stage, where replicas exchange in pairs."""
+
     def __init__(
         self,
         *,
@@ -2323,14 +2328,123 @@ class StatusReply(_message.Message):
         bus: Global___BusHealth | None = ...,
         samples_repeated: _builtins.int = ...,
         samples_unmerged: _builtins.int = ...,
+        exchanges: _abc.Iterable[Global___StageExchanges] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus", "checkpoint", b"checkpoint", "checkpoint_trouble", b"checkpoint_trouble", "dropped_messages", b"dropped_messages", "elapsed_s", b"elapsed_s", "events", b"events", "failure", b"failure", "has_validation_loss", b"has_validation_loss", "job", b"job", "loss", b"loss", "loss_curve", b"loss_curve", "phase", b"phase", "plan_version", b"plan_version", "sample_text", b"sample_text", "samples_leased", b"samples_leased", "samples_lost", b"samples_lost", "samples_repeated", b"samples_repeated", "samples_trained", b"samples_trained", "samples_unmerged", b"samples_unmerged", "stages", b"stages", "step", b"step", "step_microbatches", b"step_microbatches", "step_microbatches_done", b"step_microbatches_done", "steps_total", b"steps_total", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "validation_loss", b"validation_loss", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus", "checkpoint", b"checkpoint", "checkpoint_trouble", b"checkpoint_trouble", "dropped_messages", b"dropped_messages", "elapsed_s", b"elapsed_s", "events", b"events", "exchanges", b"exchanges", "failure", b"failure", "has_validation_loss", b"has_validation_loss", "job", b"job", "loss", b"loss", "loss_curve", b"loss_curve", "phase", b"phase", "plan_version", b"plan_version", "sample_text", b"sample_text", "samples_leased", b"samples_leased", "samples_lost", b"samples_lost", "samples_repeated", b"samples_repeated", "samples_trained", b"samples_trained", "samples_unmerged", b"samples_unmerged", "stages", b"stages", "step", b"step", "step_microbatches", b"step_microbatches", "step_microbatches_done", b"step_microbatches_done", "steps_total", b"steps_total", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "validation_loss", b"validation_loss", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class StageExchanges(_message.Message):
+    """The exchanges of one stage's replicas since the coordinator was started or the plan was loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    SLOT_LENGTH_S_FIELD_NUMBER: _builtins.int
+    WARMUP_FIELD_NUMBER: _builtins.int
+    ROUNDS_AVERAGED_FIELD_NUMBER: _builtins.int
+    ROUNDS_ONE_SIDED_FIELD_NUMBER: _builtins.int
+    REPORTS_UNEXPECTED_FIELD_NUMBER: _builtins.int
+    FAR_INTERVAL_SLOTS_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    NAMED_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    slot: _builtins.int
+    """The newest slot that has begun; 0 while the clock does not run."""
+    slot_length_s: _builtins.float
+    """Seconds from one slot to the next."""
+    warmup: _builtins.bool
+    """The exchange's numbers are those of the preset's warm-up."""
+    rounds_averaged: _builtins.int
+    """Swaps of which both sides say that they averaged."""
+    rounds_one_sided: _builtins.int
+    """Swaps that one side averaged and the other did not."""
+    reports_unexpected: _builtins.int
+    """Outcomes of swaps that nobody was matched for, or that came twice: they count for nothing."""
+    far_interval_slots: _builtins.int
+    """After so many slots at most each replica has met one of another region; 0 where there is one region."""
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaRounds]:
+        """Those that hold the stage now."""
+
+    @_builtins.property
+    def named(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Whom somebody has named lately, by whom and for what, in words."""
+
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        slot_length_s: _builtins.float = ...,
+        warmup: _builtins.bool = ...,
+        rounds_averaged: _builtins.int = ...,
+        rounds_one_sided: _builtins.int = ...,
+        reports_unexpected: _builtins.int = ...,
+        far_interval_slots: _builtins.int = ...,
+        replicas: _abc.Iterable[Global___ReplicaRounds] | None = ...,
+        named: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["far_interval_slots", b"far_interval_slots", "named", b"named", "replicas", b"replicas", "reports_unexpected", b"reports_unexpected", "rounds_averaged", b"rounds_averaged", "rounds_one_sided", b"rounds_one_sided", "slot", b"slot", "slot_length_s", b"slot_length_s", "stage", b"stage", "warmup", b"warmup"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageExchanges: _TypeAlias = StageExchanges  # noqa: Y015
+
+@_typing.final
+class ReplicaRounds(_message.Message):
+    """One replica's rounds, by its own reports."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    AVERAGED_FIELD_NUMBER: _builtins.int
+    ALONE_FIELD_NUMBER: _builtins.int
+    ALONE_IN_A_ROW_FIELD_NUMBER: _builtins.int
+    ONE_SIDED_FIELD_NUMBER: _builtins.int
+    SUSPECT_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    averaged: _builtins.int
+    """Swaps that it averaged."""
+    alone: _builtins.int
+    """Swaps, or slots without a match, in which it went alone."""
+    alone_in_a_row: _builtins.int
+    """Slots without any average, in a row."""
+    one_sided: _builtins.int
+    """Swaps that it averaged and its partner did not."""
+    suspect: _builtins.bool
+    """Several partners have named it."""
+    @_builtins.property
+    def last(self) -> Global___RoundOutcome:
+        """The newest; absent before the first."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        averaged: _builtins.int = ...,
+        alone: _builtins.int = ...,
+        alone_in_a_row: _builtins.int = ...,
+        one_sided: _builtins.int = ...,
+        suspect: _builtins.bool = ...,
+        last: Global___RoundOutcome | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "alone_in_a_row", b"alone_in_a_row", "averaged", b"averaged", "last", b"last", "one_sided", b"one_sided", "suspect", b"suspect", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaRounds: _TypeAlias = ReplicaRounds  # noqa: Y015
 
 @_typing.final
 class BusHealth(_message.Message):

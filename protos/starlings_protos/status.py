@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from starlings_protos.messages import GossipPeer, Span, Stage, WorkerId
+from starlings_protos.pair_messages import RoundOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,31 @@ class WorkerStatus:
     staleness: float = 0.0
     staleness_most: int = 0
     gradients_stale: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRounds:
+    worker_id: WorkerId
+    averaged: int
+    alone: int
+    alone_in_a_row: int
+    one_sided: int
+    suspect: bool
+    last: RoundOutcome | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StageExchanges:
+    stage: int
+    slot: int
+    slot_length_s: float
+    warmup: bool
+    rounds_averaged: int
+    rounds_one_sided: int
+    reports_unexpected: int
+    far_interval_slots: int
+    replicas: tuple[ReplicaRounds, ...] = ()
+    named: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +110,7 @@ class StatusReply:
     step_microbatches_done: int = 0
     samples_repeated: int = 0
     samples_unmerged: int = 0
+    exchanges: tuple[StageExchanges, ...] = ()
     # The shell decodes it from the generated tokens: the pure core leaves it empty.
     sample_text: str = ""
     # The shell's as well.

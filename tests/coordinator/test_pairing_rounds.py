@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from starlings_coordinator.core.pairing.clock import LEAST_SLOT_S, StageClock, slot_length_s
 from starlings_coordinator.core.pairing.links import PassiveEstimates, Place
 from starlings_coordinator.core.pairing.rounds import START_WAIT_S, PairSettings, StageRounds, Told
-from starlings_coordinator.core.pairing.weights import TokenCount, TokenMark, credited
+from starlings_coordinator.core.pairing.weights import TokenCount, TokenMark, credited, incredible
 from starlings_job.exchange_rules import rules_for
 from starlings_protos.messages import WorkerId
 from starlings_protos.pair_messages import (
@@ -292,7 +292,8 @@ def test_weights_come_from_the_ledger_capped_twice_and_never_from_a_claim() -> N
     assert [(named.worker_id, named.by) for named in desk.rounds.book.named] == [(A, None)]
     assert "claims 1000000000 tokens; 1000 were leased" in desk.rounds.book.named[0].reason
     desk.look(10.0)
-    desk.ledger.counts = {A: TokenCount(400, 2000), B: TokenCount(1300, 500)}
+    # What it leased before and has not trained counts now.
+    desk.ledger.counts = {A: TokenCount(400, 1000), B: TokenCount(1300, 1400)}
     assert matches(desk.all_ready(2))[A, 0].weight == 0.2
 
 
@@ -309,6 +310,12 @@ def test_nobody_weighs_more_than_was_leased_or_planned(
     mark = TokenMark(TokenCount(before, before), 0.0)
     tokens = credited(TokenCount(trained, leased, rate), mark, seconds)
     assert 0 <= tokens <= min(max(0.0, trained - before), max(0.0, leased - before), 2 * rate * seconds)
+
+
+def test_who_leases_in_store_weighs_what_it_trains_of_it_later() -> None:
+    mark = TokenMark(TokenCount(100, 5000), 0.0)
+    assert credited(TokenCount(900, 5000), mark, 10.0) == 800
+    assert not incredible(900, TokenCount(900, 5000), mark)
 
 
 # ------------------------------------------------------------------ outcomes

@@ -252,8 +252,10 @@ class Core:
                 self.schedule.stages_reported(member, message)
             case LeasesReturned():
                 self.schedule.leases_returned(member, message)
-            case RoundReady() | RoundOutcome():
-                self.dropped_messages += 1  # No schedule has slots yet.
+            case RoundReady():
+                self.schedule.round_ready(member, message)
+            case RoundOutcome():
+                self.schedule.round_outcome(member, message)
             case _:
                 assert_never(message)
 

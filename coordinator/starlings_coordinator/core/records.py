@@ -140,6 +140,14 @@ class SamplesUnmerged:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotsReserved:
+    """`async`: slots of exchanges up to this number may have been spoken of; after it begins whatever has no clock."""
+
+    until: int
+    kind: Literal["slots_reserved"] = "slots_reserved"
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointRecorded:
     version: int
     path: str
@@ -247,6 +255,7 @@ Record = (
     | StepRecorded
     | StreamAdvanced
     | SamplesUnmerged
+    | SlotsReserved
     | CheckpointRecorded
     | StopRecorded
     | EvaluationRecorded

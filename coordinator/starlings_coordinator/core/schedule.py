@@ -26,6 +26,8 @@ from starlings_protos.messages import (
     StepRestarted,
     WorkerId,
 )
+from starlings_protos.pair_messages import RoundOutcome, RoundReady
+from starlings_protos.status import StageExchanges
 from starlings_protos.stream_messages import LeasesReturned, StageReport
 
 if TYPE_CHECKING:
@@ -102,6 +104,13 @@ class Schedule(ABC):
 
     @abstractmethod
     def stages_reported(self, member: Member, message: StageReport) -> None: ...
+
+    def round_ready(self, member: Member, message: RoundReady) -> None:
+        """Only a schedule with slots knows what to do with it."""
+        self._core.dropped_messages += 1
+
+    def round_outcome(self, member: Member, message: RoundOutcome) -> None:
+        self._core.dropped_messages += 1
 
     @abstractmethod
     def state_reported(self, member: Member, message: StateReport) -> bool:
@@ -212,6 +221,11 @@ class Schedule(ABC):
     def microbatches(self) -> tuple[int, int]:
         """Of the present step: how many, and how many are done."""
         return 0, 0
+
+    @property
+    def exchanges_shown(self) -> tuple[StageExchanges, ...]:
+        """Of each stage whose replicas exchange in pairs."""
+        return ()
 
     @abstractmethod
     def waiting_words(self) -> str:

@@ -24,6 +24,7 @@ from starlings_coordinator.core.records import (
     SampleEpochOpened,
     SamplesAcknowledged,
     SamplesUnmerged,
+    SlotsReserved,
     StepRecorded,
     StepRetried,
     StopRecorded,
@@ -100,6 +101,8 @@ class Durable:
     # does as many others instead), or those of one replica.
     samples_rewound: int = 0
     samples_of_lost_replicas: int = 0
+    # `async`: the highest number of a slot that may have been spoken of, in any stage.
+    slots_reserved: int = 0
 
     @property
     def samples_unmerged(self) -> int:
@@ -167,6 +170,8 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
             _credit(state, record)
         case SamplesUnmerged():
             state.samples_of_lost_replicas += record.samples
+        case SlotsReserved():
+            state.slots_reserved = max(state.slots_reserved, record.until)
         case CheckpointRecorded():
             state.checkpoints[record.version] = record.path
         case StopRecorded():

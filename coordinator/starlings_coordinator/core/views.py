@@ -111,4 +111,5 @@ def status(core: Core, now_s: float) -> StatusReply:
         step_microbatches_done=done,
         samples_repeated=state.leased.samples_repeated,
         samples_unmerged=state.samples_unmerged,
+        exchanges=core.schedule.exchanges_shown,
     )

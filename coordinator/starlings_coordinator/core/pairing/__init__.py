@@ -1,7 +1,8 @@
 """The coordinator's half of exchanges in pairs: when slots begin, who meets whom, what each weighs, what came of it.
 
 Pure, like all of the core: `now_s` and seeds are arguments, and everything here is soft. After a restart the
-clock comes back with the first RoundReady, and a match that is lost costs its two replicas one swap.
+clock comes back with the first RoundReady, and a match that is lost costs its two replicas one swap. It is driven by
+streaming/exchanges.py.
 
 | file | what |
 | --- | --- |
@@ -11,6 +12,4 @@ clock comes back with the first RoundReady, and a match that is lost costs its t
 | weights.py | what a replica weighs: tokens by the ledger, capped by what was leased and by the planned rate |
 | outcomes.py | `OutcomeBook`: who was averaged, alone, one-sided, and who was named by whom |
 | rounds.py | `StageRounds`: all of it for one stage; messages in, messages out |
-
-No schedule drives it yet: the core counts the messages and drops them.
 """

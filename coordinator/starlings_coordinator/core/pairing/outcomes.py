@@ -43,6 +43,7 @@ class ReplicaRecord:
     # Reasons for its solo swaps.
     reasons: Counter[SoloReason] = field(default_factory=Counter)
     accusers: set[WorkerId] = field(default_factory=set)
+    last: RoundOutcome | None = None
 
 
 @dataclass(slots=True)
@@ -123,6 +124,7 @@ class OutcomeBook:
         record = self.of(worker_id)
         self.shown.append((worker_id, outcome))
         averaged = outcome.result is not SwapResult.SOLO
+        record.last = outcome
         record.committed += averaged
         record.solo += not averaged
         if not averaged:

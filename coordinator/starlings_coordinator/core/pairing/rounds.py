@@ -86,8 +86,24 @@ class Replica:
 class StageRounds:
     """One per stage. Every method returns what is to be sent, in order."""
 
-    def __init__(self, stage: int, settings: PairSettings, links: LinkEstimates, ledger: TokenLedger) -> None:
+    def __init__(
+        self,
+        stage: int,
+        settings: PairSettings,
+        links: LinkEstimates,
+        ledger: TokenLedger,
+        *,
+        first_slot: int = 1,
+        start_wait_s: float = START_WAIT_S,
+    ) -> None:
+        """
+        Args:
+            first_slot: where the clock begins unless a replica has one already.
+            start_wait_s: how long replicas that have said nothing are waited for, once one has spoken.
+        """
         self.stage = stage
+        self._first_slot = first_slot
+        self._start_wait_s = start_wait_s
         self.settings = settings
         self.clock = StageClock(stage, settings.rules.fragments)
         self.book = OutcomeBook()
@@ -137,13 +153,15 @@ class StageRounds:
             told = self._clock_for(worker_id, now_s)
         return told + self.look_at_time(tokens_done, now_s)
 
-    def outcome(self, worker_id: WorkerId, incarnation: int, message: RoundOutcome) -> None:
-        if self._replica(worker_id, incarnation) is None:
-            return
-        if self.book.told(worker_id, message) and message.result is SwapResult.COMMITTED:
+    def outcome(self, worker_id: WorkerId, incarnation: int, message: RoundOutcome) -> bool:
+        """Returns whether such a report was expected; any other counts for nothing."""
+        if self._replica(worker_id, incarnation) is None or not self.book.told(worker_id, message):
+            return False
+        if message.result is SwapResult.COMMITTED:
             phase = self.settings.phase(warmup=self.clock.running and self.clock.warmup_at(message.slot))
             byte_count = self.settings.swap_bytes(phase)
             self._links.observe(worker_id, message.partner, byte_count, message.seconds)
+        return True
 
     def _replica(self, worker_id: WorkerId, incarnation: int) -> Replica | None:
         replica = self.replicas.get(worker_id)
@@ -172,7 +190,7 @@ class StageRounds:
     def wake_at_s(self, now_s: float) -> float | None:
         if not self.clock.running:
             first = self._first_heard_at_s
-            return first + START_WAIT_S if first is not None else None
+            return first + self._start_wait_s if first is not None else None
         following = self.clock.slot_at(now_s) + 1
         if following > self._matched:
             return self._latest_match_at_s(following)
@@ -185,9 +203,9 @@ class StageRounds:
         all_here = all(replica.heard for replica in self.replicas.values())
         warmup = self.settings.is_warmup(tokens_done)
         length_s = slot_length_s(self.settings.phase(warmup=warmup).inner_steps, self._step_seconds())
-        if length_s is None or not (all_here or now_s >= self._first_heard_at_s + START_WAIT_S):
+        if length_s is None or not (all_here or now_s >= self._first_heard_at_s + self._start_wait_s):
             return []
-        self.clock.start(1, now_s + length_s, length_s, warmup=warmup)
+        self.clock.start(self._first_slot, now_s + length_s, length_s, warmup=warmup)
         return self._to_all(now_s)
 
     def _recover(self, message: RoundReady, tokens_done: int, now_s: float) -> list[Told]:
@@ -257,7 +275,7 @@ class StageRounds:
             mark = replica.marks.get(fragment, replica.first_mark)
             weights[replica.worker_id] = credited(count, mark, now_s)
             if incredible(replica.claimed_tokens, count, mark):
-                leased = count.leased - mark.count.leased
+                leased = max(0.0, count.leased - mark.count.trained)
                 reason = f"claims {replica.claimed_tokens} tokens; {leased:.0f} were leased"
                 self.book.name(Named(replica.worker_id, None, reason))
             replica.marks[fragment] = TokenMark(count, now_s)

@@ -1,7 +1,8 @@
 """What a replica weighs in a pair: the tokens that it trained since its fragment's last round, by the ledger.
 
-Never by its own claim. And the ledger's number is capped twice more: by what was leased to it in that time, and by what
-the plan expects of it, so that a worker that is acknowledged for work of others gains nothing.
+Never by its own claim. And the ledger's number is capped twice more: by what was leased to it and not trained before
+(leases are taken in store, so those of another time count), and by what its device was measured to do, so that a worker
+that is acknowledged for work of others gains nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class TokenMark:
 
 def credited(count: TokenCount, mark: TokenMark, now_s: float) -> float:
     """Tokens since the mark, capped."""
-    tokens = max(0.0, min(count.trained - mark.count.trained, count.leased - mark.count.leased))
+    tokens = max(0.0, min(count.trained, count.leased) - mark.count.trained)
     if count.planned_per_s > 0:
         tokens = min(tokens, PLANNED_RATE_FACTOR * count.planned_per_s * max(0.0, now_s - mark.at_s))
     return tokens
@@ -51,4 +52,4 @@ def credited(count: TokenCount, mark: TokenMark, now_s: float) -> float:
 
 def incredible(claimed: float, count: TokenCount, mark: TokenMark) -> bool:
     """Whether a replica claims what nobody can have trained. It gains nothing by it, and is named."""
-    return claimed > CLAIM_FACTOR * max(1.0, count.leased - mark.count.leased)
+    return claimed > CLAIM_FACTOR * max(1.0, count.leased - mark.count.trained)

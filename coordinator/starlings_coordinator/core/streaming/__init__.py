@@ -2,6 +2,8 @@
 
 leasing.py      blocks of samples: who gets how many, what is acknowledged, what returns
 progress.py     loss, credits, the gradient's norm: what people see, and what workers are told of the swarm
+contributions.py  what each replica trained, and how much of it others have too
+exchanges.py    exchanges in pairs: pairing/ fed with holders, time and messages
 copies.py       copies of the weights at some moment: for checkpoints, for newcomers, for the last holder who leaves
 newcomers.py    joining from such a copy
 streaming.py    the schedule, which puts them together

@@ -9,6 +9,7 @@ from starlings_coordinator.core.leased import LeaseBlock
 from starlings_coordinator.core.members import Member
 from starlings_coordinator.core.ranges import Range, Ranges, minus, ranges_of, size, union
 from starlings_coordinator.core.records import LeaseBlockGranted
+from starlings_coordinator.core.streaming.contributions import Contributions
 from starlings_job.sampling import samples_at
 from starlings_protos.messages import Lease, LeaseGrant, LeaseKind, MicrobatchKey, WorkerId
 
@@ -21,8 +22,9 @@ TOKENS_PER_MESSAGE = 65_536
 
 
 class Leasing:
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, contributions: Contributions) -> None:
         self._core = core
+        self._contributions = contributions
         self._book: LeaseBook | None = None
         # Per block what its holder will not train: the block returns when nothing else of it is open.
         self._given_up: dict[int, Ranges] = {}
@@ -89,6 +91,7 @@ class Leasing:
                 )
                 if granted is None:
                     break
+                self._contributions.leased(member.worker_id, granted.end - granted.first)
                 made = self._send(member, granted)
                 count, member.wish = count - made, max(0, member.wish - made)
 

@@ -32,8 +32,6 @@ class Progress:
         self._told_at_s = float("-inf")
         # Squared norms by stage and worker.
         self._norms: dict[int, dict[WorkerId, float]] = {}
-        # Tokens whose way led through a worker, since what it has was last merged with others.
-        self._unmerged: dict[WorkerId, int] = {}
 
     def begin(self) -> None:
         core = self._core
@@ -41,7 +39,6 @@ class Progress:
         self._recorded = (core.state.step, core.state.tokens, core.now.monotonic_s)
         self._told_at_s = float("-inf")
         self._norms.clear()
-        self._unmerged.clear()
 
     # ------------------------------------------------------------------ records
 
@@ -52,7 +49,6 @@ class Progress:
         tokens = samples * self._core.config.job.tokens_per_sample
         for hop in message.route:
             self._credits[hop.worker_id] = self._credits.get(hop.worker_id, 0) + tokens
-            self._unmerged[hop.worker_id] = self._unmerged.get(hop.worker_id, 0) + samples
 
     def record(self, *, at_once: bool = False) -> bool:
         """Write a point of the loss curve if a step is complete. Returns whether."""
@@ -68,13 +64,6 @@ class Progress:
         self._recorded = (state.step, state.tokens, now_s)
         self._loss_sum, self._target_count, self._credits = 0.0, 0, {}
         return True
-
-    def merged(self, worker_id: WorkerId) -> None:
-        """Others have what the worker trained."""
-        self._unmerged.pop(worker_id, None)
-
-    def unmerged(self, worker_id: WorkerId) -> int:
-        return self._unmerged.get(worker_id, 0)
 
     # ------------------------------------------------------------------ what workers are told
 

@@ -16,7 +16,9 @@ from starlings_coordinator.core.members import Member
 from starlings_coordinator.core.phase import Phase
 from starlings_coordinator.core.records import SamplesUnmerged
 from starlings_coordinator.core.schedule import Schedule
+from starlings_coordinator.core.streaming.contributions import Contributions
 from starlings_coordinator.core.streaming.copies import Copies
+from starlings_coordinator.core.streaming.exchanges import Exchanges
 from starlings_coordinator.core.streaming.leasing import Leasing
 from starlings_coordinator.core.streaming.newcomers import StreamJoining
 from starlings_coordinator.core.streaming.progress import Progress, way_flaw
@@ -28,6 +30,8 @@ from starlings_protos.messages import (
     StateReport,
     WorkerId,
 )
+from starlings_protos.pair_messages import RoundOutcome, RoundReady
+from starlings_protos.status import StageExchanges
 from starlings_protos.stream_messages import LeasesReturned, MicrobatchVoided, StageReport, TrainingPaused
 
 if TYPE_CHECKING:
@@ -40,7 +44,9 @@ FAILURES_OF_SAMPLES = 3
 class Streaming(Schedule):
     def __init__(self, core: Core, joining: StreamJoining) -> None:
         super().__init__(core)
-        self.leasing = Leasing(core)
+        self.contributions = Contributions(core)
+        self.exchanges = Exchanges(core, self.contributions)
+        self.leasing = Leasing(core, self.contributions)
         self.progress = Progress(core)
         self.copies = Copies(core, joining, lambda member: not self.leasing.has_leased(member.worker_id))
         self._recalled = False
@@ -61,7 +67,9 @@ class Streaming(Schedule):
         core.rates.start(core.now.monotonic_s)
         self.leasing.begin(recalled=recalled)
         self.progress.begin()
+        self.contributions.begin()
         self.copies.begin()
+        self.exchanges.begin(recalled=recalled)
         core.desk.announce("training", f"training from step {core.state.step}")
         self._end_if_over()
 
@@ -84,6 +92,7 @@ class Streaming(Schedule):
             return
         self.leasing.grant()
         self.copies.go_on()
+        self.exchanges.go_on()
         if core.phase is Phase.TRAINING:
             self.progress.tell()
 
@@ -112,13 +121,12 @@ class Streaming(Schedule):
         return self._core.phase is not Phase.TRAINING
 
     def leave_out(self, worker_id: WorkerId) -> str:
-        core = self._core
         self._accusations.pop(worker_id, None)
         returned = self.leasing.lost(worker_id, "the worker is gone")
-        unmerged = self.progress.unmerged(worker_id)
-        self.progress.merged(worker_id)
+        unmerged = self.contributions.unmerged(worker_id)
+        self.contributions.forget(worker_id)
         if unmerged:
-            core.desk.record(SamplesUnmerged(worker_id, unmerged))
+            self._core.desk.record(SamplesUnmerged(worker_id, unmerged))
         return f"training goes on, {returned} samples are leased again"
 
     def begin_again(self) -> None:
@@ -131,6 +139,7 @@ class Streaming(Schedule):
         elif core.phase is Phase.TRAINING:
             self.progress.tell_each((member,))
             self.copies.remind(member)
+            self.exchanges.remind(member)
 
     def start_over(self, reason: str) -> None:
         """Workers repeat what they said, and what was leased stays leased."""
@@ -168,6 +177,7 @@ class Streaming(Schedule):
             self._moved_at_s = core.now.monotonic_s
             self._failures_in_a_row = 0
             self.progress.done(message, positions[1] - positions[0])
+            self.contributions.done(message.route, positions[1] - positions[0])
 
     def microbatch_failed(self, member: Member, message: MicrobatchFailed) -> None:
         self._failed(member, message, blame=True)
@@ -213,6 +223,15 @@ class Streaming(Schedule):
     def stages_reported(self, member: Member, message: StageReport) -> None:
         self.progress.stages_reported(member, message)
 
+    def round_ready(self, member: Member, message: RoundReady) -> None:
+        if self._core.phase is Phase.TRAINING:
+            self.exchanges.ready(member, message)
+        else:
+            self._core.dropped_messages += 1
+
+    def round_outcome(self, member: Member, message: RoundOutcome) -> None:
+        self.exchanges.outcome(member, message)
+
     def state_reported(self, member: Member, message: StateReport) -> bool:
         return self.copies.state_reported(member, message)
 
@@ -233,6 +252,10 @@ class Streaming(Schedule):
         return leased.samples_acknowledged + sum(
             end - first for block in leased.blocks.values() for first, end in block.remaining
         )
+
+    @property
+    def exchanges_shown(self) -> tuple[StageExchanges, ...]:
+        return self.exchanges.status()
 
     def waiting_words(self) -> str:
         core = self._core

@@ -1,0 +1,98 @@
+"""What each replica of an `async` job has trained, by the routes of what is done, and how much of it others have too.
+
+Soft: after a restart of the coordinator it counts from nothing, with what is leased just then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from starlings_coordinator.core.pairing.weights import TokenCount
+from starlings_protos.messages import Hop, WorkerId
+
+if TYPE_CHECKING:
+    from starlings_coordinator.core.core import Core
+
+
+class Contributions:
+    """Samples per worker and stage; as a `TokenLedger`, tokens."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._done: dict[WorkerId, dict[int, int]] = {}
+        self._leased: dict[WorkerId, int] = {}
+        self._leased_by_all = 0
+        # By stage and fragment: how much was done when the weights were taken that somebody else has averaged.
+        self._merged: dict[WorkerId, dict[tuple[int, int], int]] = {}
+
+    def begin(self) -> None:
+        self._done.clear()
+        self._leased.clear()
+        self._merged.clear()
+        self._leased_by_all = 0
+        for block in self._core.state.leased.blocks.values():
+            self.leased(block.worker_id, block.end - block.first)
+
+    # ------------------------------------------------------------------ what happens
+
+    def leased(self, worker_id: WorkerId, samples: int) -> None:
+        self._leased[worker_id] = self._leased.get(worker_id, 0) + samples
+        self._leased_by_all += samples
+
+    def done(self, route: Iterable[Hop], samples: int) -> None:
+        """A microbatch was reported for the first time."""
+        for hop in route:
+            by_stage = self._done.setdefault(hop.worker_id, {})
+            for stage in range(hop.first_stage, hop.last_stage + 1):
+                by_stage[stage] = by_stage.get(stage, 0) + samples
+
+    def merged(self, worker_id: WorkerId, stage: int, fragment: int, count: int) -> None:
+        """Somebody else has that fragment as it was when the worker had done `count` samples in the stage."""
+        known = self._merged.setdefault(worker_id, {})
+        known[stage, fragment] = max(count, known.get((stage, fragment), 0))
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """Its replicas are gone."""
+        for known in (self._done, self._leased, self._merged):
+            known.pop(worker_id, None)
+
+    # ------------------------------------------------------------------ questions
+
+    def count(self, worker_id: WorkerId, stage: int) -> int:
+        return self._done.get(worker_id, {}).get(stage, 0)
+
+    def unmerged(self, worker_id: WorkerId) -> int:
+        """At most so many samples are lost with the worker: of the stage and fragment of which most are."""
+        rules = self._core.config.job.pair_rules
+        fragments = rules.fragments if rules is not None else 1
+        merged = self._merged.get(worker_id, {})
+        return max(
+            (
+                count - min(merged.get((stage, part), 0) for part in range(fragments))
+                for stage, count in self._done.get(worker_id, {}).items()
+            ),
+            default=0,
+        )
+
+    def tokens(self, worker_id: WorkerId, stage: int) -> TokenCount:
+        """A worker begins what it has leased itself; in later stages it may be given what anybody has leased."""
+        per_sample = self._core.config.job.tokens_per_sample
+        leased = self._leased.get(worker_id, 0) if stage == 0 else self._leased_by_all
+        return TokenCount(
+            float(self.count(worker_id, stage) * per_sample),
+            float(leased * per_sample),
+            self._rate_tokens_per_s(worker_id, stage),
+        )
+
+    def _rate_tokens_per_s(self, worker_id: WorkerId, stage: int) -> float:
+        """If it did nothing else than that stage, as it was measured; 0: unknown."""
+        core = self._core
+        member = core.members.get(worker_id)
+        if member is None or member.probe is None or stage >= len(core.state.stages):
+            return 0.0
+        forward, backward = dict(member.probe.forward_seconds), dict(member.probe.backward_seconds)
+        kinds = [core.config.profile.blocks[block].kind for block in core.state.stages[stage].blocks]
+        seconds = sum(forward.get(kind, 0.0) + backward.get(kind, 0.0) for kind in kinds)
+        job = core.config.job
+        return job.train.microbatch * job.tokens_per_sample / seconds if seconds > 0 else 0.0
