@@ -44,6 +44,30 @@ def test_panel_names_job_phase_progress_and_events(recorded: Recorded) -> None:
         assert expected in text
 
 
+def test_panel_says_who_exchanges_and_who_goes_alone_and_why(recorded: Recorded) -> None:
+    reply = recorded("training")
+    assert "pairs of stage" not in drawn(status.status_panel(reply, [], []))
+    first = reply.exchanges.add(
+        stage=0, slot=12, slot_length_s=4.5, warmup=True, rounds_averaged=21, rounds_one_sided=1
+    )
+    first.replicas.add(worker_id="w1", averaged=21, alone_in_a_row=0)
+    silent = first.replicas.add(worker_id="w2", averaged=20, alone=3, alone_in_a_row=2, suspect=True).last
+    silent.result = control_pb2.SWAP_RESULT_SOLO
+    silent.solo_reason = control_pb2.SOLO_REASON_SILENT
+    silent.partner = "w1\x1b[2J"
+    reply.exchanges.add(stage=1)
+    text = drawn(status.status_panel(reply, [], []), width=160)
+    assert "pairs of stage 0 slot 12, 4.5 s each (warm-up); 21 averaged, 1 one-sided; w2 alone 2x" in text
+    assert "silent)" in text
+    assert "w2 is suspect" in text
+    assert "pairs of stage 1 no clock yet" in text
+    (alone,) = [replica.last for replica in first.replicas if replica.HasField("last")]
+    alone.detail, alone.partner = "its weights\x1b are not finite", "w3"
+    assert status.alone_words(alone).startswith("w3: its weights")
+    assert "\x1b" not in status.alone_words(alone)
+    assert status.alone_words(control_pb2.RoundOutcome()) == ""
+
+
 def test_history_appends_only_what_is_new(recorded: Recorded) -> None:
     history = status.History()
     history.add(recorded("training"))

@@ -20,10 +20,10 @@ SLOT_S = 10.0
 W0 = WorkerId("w0")
 
 
-def play(seed: int) -> PairWorld:
+def play(seed: int, kind: type[PairWorld] = PairWorld) -> PairWorld:
     """Five slots with random trouble, then two in calm."""
     rng = random.Random(seed)
-    world = PairWorld(
+    world = kind(
         seed,
         rng.randint(2, 8),
         trouble=ROUGH if seed % 4 else CALM,

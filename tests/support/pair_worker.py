@@ -170,10 +170,10 @@ class Worker:
         """Training: it never waits for an exchange."""
 
         def step() -> None:
-            for fragment in range(self.world.fragments):
-                self.theta[fragment] += self.world.rng.gauss(0, 0.1)
-            self.world.tokens[self.worker_id] += TOKENS_PER_STEP
-            self.rounds.inner_stepped(0, TOKENS_PER_STEP, STEP_S, self.world.now_s)
+            if self.world.trains(self):
+                for fragment in range(self.world.fragments):
+                    self.theta[fragment] += self.world.rng.gauss(0, 0.1)
+                self.rounds.inner_stepped(0, TOKENS_PER_STEP, STEP_S, self.world.now_s)
             self.world.at(self.world.now_s + STEP_S, self._step)
 
         self.do(step)

@@ -108,6 +108,11 @@ class PairWorld:
 
     # ---------------------------------------------------------------- the coordinator
 
+    def trains(self, worker: Worker) -> bool:
+        """It is about to step: whether it has something to train, and then it is counted."""
+        self.tokens[worker.worker_id] += TOKENS_PER_STEP
+        return True
+
     def tokens_of(self, worker_id: WorkerId) -> TokenCount:
         trained = self.tokens[worker_id]
         return TokenCount(trained, trained + 10 * TOKENS_PER_STEP, TOKENS_PER_STEP / STEP_S)

@@ -34,6 +34,7 @@ _EVENT_STYLE = {
     "lost": "red",
     "step_restarted": "yellow",
     "refused": "red",
+    "suspect": "red",
     "plan": "cyan",
 }
 _WORKER_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta")
@@ -182,6 +183,41 @@ def bus_line(bus: control_pb2.BusHealth | None) -> Text:
     )
 
 
+def exchange_lines(exchanges: Sequence[control_pb2.StageExchanges], limit: int = 8) -> Text:
+    """Of each stage its slot, what came of rounds, and who went alone last, and why."""
+    text = Text(no_wrap=True, overflow="ellipsis")
+    for stage in exchanges[:limit]:
+        if text:
+            text.append("\n")
+        text.append(f"pairs of stage {stage.stage} ", style="dim")
+        if not stage.slot_length_s:
+            text.append("no clock yet: waiting for every replica's first step")
+            continue
+        text.append(f"slot {stage.slot}, {stage.slot_length_s:.1f} s each")
+        text.append(" (warm-up)" if stage.warmup else "")
+        text.append(f"; {stage.rounds_averaged} averaged, {stage.rounds_one_sided} one-sided")
+        alone = [replica for replica in stage.replicas if replica.alone_in_a_row]
+        for replica in sorted(alone, key=lambda r: -r.alone_in_a_row)[:2]:
+            text.append(f"; {short(replica.worker_id)} alone {replica.alone_in_a_row}x", style="yellow")
+            if why := alone_words(replica.last):
+                text.append(f" ({why})", style="yellow")
+        for replica in stage.replicas:
+            if replica.suspect:
+                text.append(f"; {short(replica.worker_id)} is suspect", style="red")
+    if len(exchanges) > limit:
+        text.append(f"\n... and {len(exchanges) - limit} more stages", style="dim")
+    return text
+
+
+def alone_words(outcome: control_pb2.RoundOutcome) -> str:
+    """Why a replica went without its partner; "" when it did not."""
+    if outcome.result != control_pb2.SWAP_RESULT_SOLO:
+        return ""
+    reason = control_pb2.SoloReason.Name(outcome.solo_reason).removeprefix("SOLO_REASON_")
+    words = clean_text(outcome.detail, 60) or reason.lower().replace("_", " ")
+    return f"{clean_text(short(outcome.partner), 12)}: {words}" if outcome.partner else words
+
+
 def event_lines(events: Sequence[control_pb2.Event], limit: int) -> RenderableType:
     text = Text(no_wrap=True, overflow="ellipsis")
     for event in events[-limit:]:
@@ -204,6 +240,8 @@ def status_panel(
     parts: list[RenderableType] = [header(reply, losses)]
     if reply.workers:
         parts.append(plan_matrix(reply))
+    if reply.exchanges:
+        parts.append(exchange_lines(reply.exchanges))
     if events:
         parts.append(event_lines(events, event_limit))
     phase = Text(reply.phase, style=PHASE_STYLE.get(reply.phase, ""))
