@@ -119,7 +119,7 @@ class ExchangeSection(Section):
         Raises:
             RuleError
         """
-        if self.preset != NONE:
+        if self.preset != "none":
             check_schedule(self.preset, schedule, AVAILABLE)
         elif schedule != "async":
             raise RuleError(

@@ -134,6 +134,15 @@ def test_a_large_wish_is_granted_by_what_is_left() -> None:
     assert len(wa.leases) == 8
 
 
+def test_who_asks_again_and_again_gets_no_more_than_it_can_keep() -> None:
+    world = lazy_world(steps=10**6, spans={"wa": (0, 2)})
+    wa = world.fakes[WorkerId("wa")]
+    for _ in range(5):
+        world.say(wa, LeaseRequest(1000))
+        world.settle()
+    assert len(wa.leases) == 1024
+
+
 def test_the_end_waits_for_nobody() -> None:
     """One worker has leased and hangs; the other goes on with other samples until the budget is spent."""
     world = lazy_world(steps=2, spans={"wa": (0, 2), "wb": (0, 2)})

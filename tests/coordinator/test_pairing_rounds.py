@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starlings_coordinator.core.pairing.clock import LEAST_SLOT_S, StageClock, slot_length_s
+from starlings_coordinator.core.pairing.clock import LEAST_SLOT_S, YOUNG_SLOTS, StageClock, slot_length_s
 from starlings_coordinator.core.pairing.links import PassiveEstimates, Place
 from starlings_coordinator.core.pairing.rounds import START_WAIT_S, PairSettings, StageRounds, Told
 from starlings_coordinator.core.pairing.weights import TokenCount, TokenMark, credited, incredible
@@ -112,7 +112,7 @@ def test_the_clock_starts_when_all_train_or_a_while_after_the_first() -> None:
 
 def test_a_short_hiccup_does_not_change_the_length_and_a_lasting_change_does_two_slots_later() -> None:
     clock = StageClock(0, 1)
-    clock.start(1, 10.0, 10.0, warmup=False)
+    clock.start(1 - YOUNG_SLOTS, 10.0 * (1 - YOUNG_SLOTS), 10.0, warmup=False)
 
     def look(slot: int, step_s: float, *, warmup: bool = False) -> bool:
         return clock.review(50, [step_s], warmup=warmup, now_s=10.0 * slot + 0.1)
@@ -130,6 +130,14 @@ def test_a_short_hiccup_does_not_change_the_length_and_a_lasting_change_does_two
     assert clock.begins_at(11) == 100.0
     assert clock.slot_at(89.9) == 8
     assert clock.slot_at(95.1) == 10
+
+
+def test_a_young_clock_believes_one_look() -> None:
+    clock = StageClock(0, 1)
+    clock.start(1, 10.0, 10.0, warmup=False)
+    assert clock.review(50, [0.1], warmup=False, now_s=10.1)
+    assert (clock.length_of(2), clock.length_of(3)) == (10.0, 5.0)
+    assert clock.begins_at(3) == 30.0
 
 
 def test_the_end_of_the_warm_up_is_announced_at_once() -> None:
@@ -198,6 +206,38 @@ def test_who_is_frozen_is_matched_no_more() -> None:
         desk.ready(B, slot)
         assert {w for w, _ in matches(desk.look(5.1))} == {A, B}
         desk.now_s -= 5.1
+
+
+def test_slots_that_are_too_short_for_replicas_get_longer_until_they_meet() -> None:
+    """Each says that it is ready 0.4 s after a slot has begun."""
+    desk = Desk(A, B)
+    for worker_id in (A, B):
+        desk.ready(worker_id, 0, step_s=0.005)
+    clock, met = desk.rounds.clock, 0
+    assert clock.length_of(1) == LEAST_SLOT_S
+    desk.now_s = clock.begins_at(1)
+    ready = {A: 0, B: 0}
+    for _ in range(2000):
+        desk.now_s += 0.02
+        met += len(matches(desk.look())) > 0
+        slot = clock.slot_at(desk.now_s)
+        for worker_id in (A, B):
+            if ready[worker_id] <= slot and desk.now_s - clock.begins_at(slot) >= 0.4:
+                ready[worker_id] = slot + 1
+                met += len(matches(desk.ready(worker_id, slot + 1, step_s=0.005))) > 0
+    assert 0.8 <= clock.length_of(slot) < 2.0
+    assert met > 20
+
+
+def test_a_silent_replica_makes_no_slot_longer() -> None:
+    desk = Desk(A, B).started()
+    desk.all_ready(1)
+    for slot in range(2, 20):
+        desk.look(10.0)
+        desk.ready(A, slot)
+        desk.look(5.1)
+        desk.now_s -= 5.1
+    assert desk.rounds.clock.length_of(20) == 10.0
 
 
 def test_a_worker_whose_counter_is_elsewhere_is_not_matched() -> None:

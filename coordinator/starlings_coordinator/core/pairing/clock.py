@@ -21,6 +21,8 @@ MOST_SLOT_S = 3600.0
 # reason to move everybody's clock.
 CHANGE_FACTOR = 1.25
 LOOKS_BEFORE_CHANGE = 3
+# In the first slots one look is enough: first steps are slow ones, and say little of those that come.
+YOUNG_SLOTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,14 @@ class Segment:
         return self.slot + math.floor((now_s - self.begins_at_s) / self.length_s)
 
 
-def slot_length_s(inner_steps: int, step_seconds: Iterable[float]) -> float | None:
+def slot_length_s(
+    inner_steps: int, step_seconds: Iterable[float], least_s: float = LEAST_SLOT_S
+) -> float | None:
     """H x the median of the group's step times, within bounds; None while nobody has made a step."""
     known = [seconds for seconds in step_seconds if 0 < seconds < math.inf]
     if not known:
         return None
-    return min(MOST_SLOT_S, max(LEAST_SLOT_S, inner_steps * median(known)))
+    return min(MOST_SLOT_S, max(least_s, inner_steps * median(known)))
 
 
 class StageClock:
@@ -57,6 +61,7 @@ class StageClock:
         self._next: Segment | None = None
         # Looks in a row at which the length was too long (positive) or too short (negative).
         self._off = 0
+        self._first_slot = 0
 
     @property
     def running(self) -> bool:
@@ -70,6 +75,7 @@ class StageClock:
 
     def start(self, slot: int, begins_at_s: float, length_s: float, *, warmup: bool) -> None:
         self._segment, self._next, self._off = Segment(slot, begins_at_s, length_s, warmup), None, 0
+        self._first_slot = slot
 
     def slot_at(self, now_s: float) -> int:
         """The newest slot that has begun."""
@@ -88,21 +94,31 @@ class StageClock:
     def fragment_of(self, slot: int) -> int:
         return slot % self.fragments
 
-    def review(self, inner_steps: int, step_seconds: Iterable[float], *, warmup: bool, now_s: float) -> bool:
+    def review(
+        self,
+        inner_steps: int,
+        step_seconds: Iterable[float],
+        *,
+        warmup: bool,
+        now_s: float,
+        least_s: float = LEAST_SLOT_S,
+    ) -> bool:
         """To be called once per slot. Returns whether a change is to be announced.
 
         Args:
             inner_steps, warmup: H, and whether it is the warm-up's, by the tokens that are trained.
+            least_s: what no slot may be shorter than.
         """
         current = self._at(now_s)
-        wanted_s = slot_length_s(inner_steps, step_seconds)
+        wanted_s = slot_length_s(inner_steps, step_seconds, least_s)
         if self._next is not None or wanted_s is None:
             return False
         if warmup == current.warmup:
             ratio = wanted_s / current.length_s
             side = (ratio > CHANGE_FACTOR) - (ratio < 1 / CHANGE_FACTOR)
             self._off = self._off + side if side and side * self._off >= 0 else side
-            if abs(self._off) < LOOKS_BEFORE_CHANGE:
+            young = current.slot_at(now_s) < self._first_slot + YOUNG_SLOTS
+            if abs(self._off) < (1 if young else LOOKS_BEFORE_CHANGE):
                 return False
         self._off = 0
         first = current.slot_at(now_s) + 2

@@ -11,6 +11,8 @@ A match is a whole contract. Its round id is a fingerprint of both lives, of sta
 weights, so that two sides that were told different things (by a coordinator before its restart, and after) never find
 together.
 
+Slots that are too short for replicas to get ready in time get longer.
+
 What fails: a replica that is frozen says nothing, so it is matched no more after the slot in which it froze. One that
 was matched and is lost then costs its partner that swap (the partner learns of it by the new plan or by silence). One
 that comes too late for a match sits out until the next slot. Nobody waits for anybody here.
@@ -22,7 +24,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from starlings_coordinator.core.pairing.clock import StageClock, slot_length_s
+from starlings_coordinator.core.pairing.clock import LEAST_SLOT_S, StageClock, slot_length_s
 from starlings_coordinator.core.pairing.links import LinkEstimates
 from starlings_coordinator.core.pairing.matching import Candidate, match_slot, worst_far_interval
 from starlings_coordinator.core.pairing.outcomes import Named, OutcomeBook
@@ -41,6 +43,9 @@ from starlings_protos.pair_messages import PairMatched, RoundOutcome, RoundReady
 START_WAIT_S = 10.0
 # A slot is matched when all are ready; at the latest, with those who are, this part of a slot before it begins.
 LATEST_MATCH = 0.5
+# After so many matches in a row for which replicas came a little too late, slots get longer by this factor.
+LATE_MATCHES = 3
+LONGER = 1.5
 
 Told = tuple[WorkerId, SlotClock | PairMatched]
 
@@ -114,6 +119,9 @@ class StageRounds:
         # The newest slot that was matched, and the newest whose step times were looked at.
         self._matched = 0
         self._reviewed = 0
+        # No slot is shorter than this: replicas were too slow for shorter ones.
+        self._least_slot_s = LEAST_SLOT_S
+        self._late_matches = 0
 
     # ------------------------------------------------------------------ who is here
 
@@ -179,11 +187,13 @@ class StageRounds:
             self._reviewed = slot
             warmup = self.settings.is_warmup(tokens_done)
             inner_steps = self.settings.phase(warmup=warmup).inner_steps
-            if self.clock.review(inner_steps, self._step_seconds(), warmup=warmup, now_s=now_s):
+            steps = self._step_seconds()
+            if self.clock.review(inner_steps, steps, warmup=warmup, now_s=now_s, least_s=self._least_slot_s):
                 told += [message for who in sorted(self.replicas) for message in self._clock_for(who, now_s)]
         following = slot + 1
         if following > self._matched and self._may_match(following, now_s):
             self._matched = following
+            self._note_late(following)
             told += self._match(following, now_s)
         return told
 
@@ -237,6 +247,15 @@ class StageRounds:
     def _may_match(self, slot: int, now_s: float) -> bool:
         everybody = bool(self.replicas) and all(replica.ready == slot for replica in self.replicas.values())
         return everybody or now_s >= self._latest_match_at_s(slot)
+
+    def _note_late(self, slot: int) -> None:
+        """Who says of each slot that it is ready when its match is over needs longer slots, or meets nobody ever."""
+        ready = sum(replica.ready == slot for replica in self.replicas.values())
+        late = sum(replica.ready == slot - 1 for replica in self.replicas.values())
+        self._late_matches = self._late_matches + 1 if ready < 2 <= ready + late else 0
+        if self._late_matches >= LATE_MATCHES:
+            self._late_matches = 0
+            self._least_slot_s = max(self._least_slot_s, LONGER * self.clock.length_of(slot))
 
     def _latest_match_at_s(self, slot: int) -> float:
         return self.clock.begins_at(slot) - LATEST_MATCH * self.clock.length_of(slot - 1)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # A grant travels in messages of at most so many microbatches, and of about so many tokens: they carry the text.
 MICROBATCHES_PER_MESSAGE = 64
 TOKENS_PER_MESSAGE = 65_536
+# Nobody holds more microbatches than a worker keeps in store: one that is slow to read asks again and again.
+HELD_AT_MOST = 1024
 
 
 class Leasing:
@@ -84,7 +86,8 @@ class Leasing:
         share = -(-self._left // microbatch) // (2 * len(staying))
         held = {h.worker_id: -(-self.book.unreported(h.worker_id) // microbatch) for h in wishing}
         for member in sorted(wishing, key=lambda h: (held[h.worker_id], h.worker_id)):
-            count = min(member.wish, max(self._slots(member), share) - held[member.worker_id])
+            most = max(self._slots(member), min(share, HELD_AT_MOST))
+            count = min(member.wish, most - held[member.worker_id])
             while count > 0:
                 granted = self.book.grant(
                     member.worker_id, count * microbatch, core.config.population, core.now.monotonic_s
