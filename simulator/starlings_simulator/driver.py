@@ -62,6 +62,16 @@ from starlings_worker.core.events import (
     StepReplayed,
     Ticked,
 )
+from starlings_worker.core.pairing.work import (
+    CommitPair,
+    EncodePair,
+    JudgePair,
+    OuterStepTaken,
+    PairCommitted,
+    PairEncoded,
+    PairJudged,
+    TakeOuterStep,
+)
 from starlings_worker.core.streaming.rules import StreamRules
 
 Kind = TypeVar("Kind", bound=Effect)
@@ -198,6 +208,14 @@ class Driver:
                 return StagesStepped(tuple(step.stage for step in effect.stages), (1.0,) * len(effect.stages))
             case Settle():
                 return Settled(effect.version)
+            case TakeOuterStep():
+                return OuterStepTaken(effect.stage, effect.slot)
+            case EncodePair():
+                return PairEncoded(effect.key, f"{effect.key.round_id:064x}")
+            case JudgePair():
+                return PairJudged(effect.key, 0.5)
+            case CommitPair():
+                return PairCommitted(effect.key, 1.0, 0.5)
             case AdoptState() | DigestState() | TakeCopy():
                 return StateDigested(effect.version, {"embed": f"v{effect.version}"})
 

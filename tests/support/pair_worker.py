@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlings_protos.messages import Receipt, Refusal, Span, WorkerId
 from starlings_protos.pair_messages import (
@@ -132,9 +132,14 @@ class Worker:
         self._queue: list[PairDeviceEffect] = []
         self._running: PairDeviceEffect | None = None
         self._wake_at_s = float("inf")
-        self.rounds = PairRounds(self._push, self._emit, self._say, self.counters)
-        self.rounds.hold(SPAN)
-        world.at(world.now_s + STEP_S * world.rng.uniform(0.5, 1.5), self._step)
+        self.rounds = self._begin()
+
+    def _begin(self) -> Any:
+        """What decides; and training."""
+        rounds = PairRounds(self._push, self._emit, self._say, self.counters)
+        rounds.hold(SPAN)
+        self.world.at(self.world.now_s + STEP_S * self.world.rng.uniform(0.5, 1.5), self._step)
+        return rounds
 
     # ---------------------------------------------------------------- life
 
@@ -161,34 +166,43 @@ class Worker:
         for swap in self.rounds.stages[0].swaps():
             late = self.world.now_s > swap.deadline_at_s + 5.0
             # What it has decided, only its own device can hold up.
-            at_work = any(
-                isinstance(e, CommitPair) and e.key == swap.key for e in (self._running, *self._queue)
-            )
+            at_work = any(isinstance(e, CommitPair) and e.key == swap.key for e in self._asked())
             assert at_work or not late, f"{self.worker_id}: {swap.key} hangs"
+
+    def _asked(self) -> list[object]:
+        """Of the device, and not done yet."""
+        return [self._running, *self._queue]
 
     def _step(self) -> None:
         """Training: it never waits for an exchange."""
 
         def step() -> None:
             if self.world.trains(self):
-                for fragment in range(self.world.fragments):
-                    self.theta[fragment] += self.world.rng.gauss(0, 0.1)
+                self._train()
                 self.rounds.inner_stepped(0, TOKENS_PER_STEP, STEP_S, self.world.now_s)
             self.world.at(self.world.now_s + STEP_S, self._step)
 
         self.do(step)
 
+    def _train(self) -> None:
+        for fragment in range(self.world.fragments):
+            self.theta[fragment] += self.world.rng.gauss(0, 0.1)
+
     # ---------------------------------------------------------------- device
 
     def _push(self, effect: PairDeviceEffect) -> None:
+        self._note(effect)
+        self._queue.append(effect)
+        self._work()
+
+    def _note(self, effect: PairDeviceEffect) -> None:
+        """When it is asked for."""
         if isinstance(effect, CommitPair):
             self._check_decision(effect)
         if isinstance(effect, TakeOuterStep):
             self.slots_taken.append((effect.slot, self.world.now_s))
             self.solo_told.append(effect.solo_rounds)
             self._slot_began(effect.slot)
-        self._queue.append(effect)
-        self._work()
 
     def _slot_began(self, slot: int) -> None:
         began_at_s = self.rounds.stages[0].slots.begins_at(slot)

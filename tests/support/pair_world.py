@@ -53,6 +53,7 @@ class PairWorld:
         swaps: int = 2,
         rounds_class: type[StageRounds] = StageRounds,
         skews: tuple[int, ...] = (),
+        worker_class: type[Worker] = Worker,
     ) -> None:
         """
         Args:
@@ -67,6 +68,7 @@ class PairWorld:
         self.tokens: defaultdict[WorkerId, int] = defaultdict(int)
         self.coordinator_here = True
         self._rounds_class = rounds_class
+        self._worker_class = worker_class
         self._skews = {WorkerId(f"w{number}"): skew for number, skew in enumerate(skews)}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
@@ -172,7 +174,7 @@ class PairWorld:
 
     def _begin_life(self, worker_id: WorkerId) -> Worker:
         self.lives[worker_id] = self.lives.get(worker_id, 0) + 1
-        worker = Worker(self, worker_id, self.lives[worker_id])
+        worker = self._worker_class(self, worker_id, self.lives[worker_id])
         self.workers[worker_id] = worker
         self.all_lives.append(worker)
         self._tell(self.coordinator.joined(worker_id, worker.incarnation, "", self.now_s))

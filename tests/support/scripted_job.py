@@ -27,10 +27,12 @@ optimizer = "{optimizer}"
 momentum = {momentum}
 lr = {lr}
 warmup = 2
+{more_train}
 [pipeline]
 codec = "{pipeline}"
 [exchange]
 codec = "{exchange}"
+{more_exchange}
 """
 
 
@@ -43,7 +45,9 @@ def write_text(path: Path) -> None:
 
 
 def prepare_job(directory: Path, **changes: Any) -> Path:
-    """A prepared small job; changes: model, optimizer, momentum, lr, pipeline, exchange."""
+    """A prepared small job; changes: model, optimizer, momentum, lr, pipeline, exchange; and
+    more_train, more_exchange: further lines of those sections.
+    """
     values = {
         "model": 'preset = "micro"',
         "optimizer": "adamw",
@@ -51,6 +55,8 @@ def prepare_job(directory: Path, **changes: Any) -> Path:
         "lr": 1e-3,
         "pipeline": "exact",
         "exchange": "exact",
+        "more_train": "",
+        "more_exchange": "",
     }
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / "text.txt")

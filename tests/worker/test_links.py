@@ -21,8 +21,9 @@ from starlings_protos.messages import (
     Refusal,
     WorkerId,
 )
-from starlings_worker.links import Links, PushError
+from starlings_worker.links import BACKGROUND_CHUNK_BYTES, Links, PushError
 from starlings_worker.meters import Meters
+from starlings_worker.uplink import GIVE_WAY_AT_MOST_S, LinkClass, Uplink
 from support.peer_servers import Certificates, never, peer_server, read_all, take
 
 
@@ -169,3 +170,40 @@ async def test_many_failures_leave_no_task_and_no_channel_behind(certificates: C
     assert not links._links
     assert len(asyncio.all_tasks()) <= before + 1
     await links.close()
+
+
+async def test_what_nobody_waits_for_gives_way_to_what_others_wait_for(certificates: Certificates):
+    """Both at once behind a link of 4 MB/s: the urgent one has it nearly for itself, and the other still moves."""
+    peer = certificates.worker()
+    size = 4 << 20
+    moved_at_s: list[float] = []
+    async with peer_server(peer, take) as address:
+        uplink = Uplink(LinkClass(4e6))
+        links = Links(certificates.worker(), Meters(), 20.0, uplink)
+        links.update([Peer(WorkerId(peer.id), (address,))])
+        await links.connect(WorkerId(peer.id))
+
+        async def background() -> float:
+            header, buffers = _transfer(size)
+            await links.push(
+                WorkerId(peer.id),
+                "Forward",
+                header,
+                buffers,
+                kind="exchange",
+                background=lambda: moved_at_s.append(time.monotonic()),
+            )
+            return time.monotonic()
+
+        quiet = asyncio.create_task(background())
+        await asyncio.sleep(0.05)
+        assert links.pushes == 0  # State that is served does not wait for it either.
+        begun_s = time.monotonic()
+        await _push(links, peer, 1 << 20)
+        urgent_s = time.monotonic() - begun_s
+        meanwhile = sum(at_s > begun_s for at_s in moved_at_s)
+        assert await quiet > begun_s + urgent_s
+        await links.close()
+    # In as much time it would have sent some 16 of its pieces, else.
+    assert 0 < meanwhile <= urgent_s / GIVE_WAY_AT_MOST_S + 1
+    assert len(moved_at_s) >= size / BACKGROUND_CHUNK_BYTES

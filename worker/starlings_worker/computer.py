@@ -58,6 +58,7 @@ from starlings_worker.core.events import (
     StepApplied,
     StepReplayed,
 )
+from starlings_worker.core.pairing.work import CommitPair, EncodePair, JudgePair, TakeOuterStep
 from starlings_worker.device import Device
 from starlings_worker.emulation import BACKWARD_PART, FORWARD_PART, Throttle
 from starlings_worker.errors import EngineFault
@@ -67,10 +68,11 @@ from starlings_worker.kept import Encoded, Kept, Microbatches
 from starlings_worker.left_behind import LeftBehind, leave_behind
 from starlings_worker.meters import Meters
 from starlings_worker.optimizers.choice import make_optimizer
+from starlings_worker.pair_device import PairDevice
 from starlings_worker.runs import Run, Runner
 from starlings_worker.serving import NotYet
 from starlings_worker.snapshots import Snapshots
-from starlings_worker.stage import HeldSpan, StageModule
+from starlings_worker.stage import HeldSpan, StageModule, stage_group
 from starlings_worker.stage_steps import step_stages
 
 # Small models make quick steps: without this a joiner would have to load within three of them.
@@ -129,6 +131,8 @@ class Computer:
         self.history = History()
         self.held: HeldSpan | None = None
         self.exchange: ExchangeBuffers | None = None
+        # In jobs whose replicas exchange in pairs.
+        self.pairs: PairDevice | None = None
         self._runner: Runner | None = None
         self._cache = cache
         self.left_behind: LeftBehind | None = None
@@ -137,7 +141,7 @@ class Computer:
 
     def drop(self) -> None:
         """Frees everything: the span, every microbatch, part and snapshot."""
-        self.held = self._runner = self.exchange = None
+        self.held = self._runner = self.exchange = self.pairs = None
         self.microbatches.clear()
         self.snapshots.clear()
         self.history.clear()
@@ -163,7 +167,11 @@ class Computer:
         return held
 
     def install(self, held: HeldSpan, load: Load) -> dict[str, str]:
-        """The filled span takes effect; returns the digests of its blocks."""
+        """The filled span takes effect; returns the digests of its blocks.
+
+        Raises:
+            EngineFault: a stage cannot be cut into as many fragments as the job's exchange has.
+        """
         self.held = held
         self._runner = Runner(
             held,
@@ -178,6 +186,10 @@ class Computer:
         if spec is not None and self.device.torch.type == "cpu":
             # Takes a second, and whoever encodes meanwhile makes the same bytes more slowly.
             threading.Thread(target=compiled.prepare, args=(spec,), daemon=True).start()
+        rules = self._job.pair_rules
+        if rules is not None:
+            vectors = {stage: held.vectors[stage_group(stage)] for stage in held.span.stages}
+            self.pairs = PairDevice(rules, vectors)
         return held.block_digests()
 
     # ---------------------------------------------------------------- effects
@@ -212,14 +224,25 @@ class Computer:
             case Settle():
                 self._span().zero_gradients()
                 self._span().version = effect.version
+                # Nobody meets any more, and the average of all will need the memory.
+                self.pairs = None
                 return Settled(effect.version)
             case AdoptState():
                 self._buffers().adopt()
+                if self.pairs is not None:
+                    self.pairs.restart()
                 return self._digest(effect.version, effect.snapshot)
             case DigestState():
                 if effect.hand_over and (left := self._leave_behind(effect)) is not None:
                     return left
                 return self._digest(effect.version, effect.snapshot)
+            case TakeOuterStep() | EncodePair() | JudgePair() | CommitPair():
+                if self.pairs is None:
+                    raise EngineFault("no span that exchanges in pairs is held")
+                with self._meters.timing("serialise"), self._throttle.block():
+                    met = self.pairs.execute(effect)
+                    self.device.synchronise()
+                return met
             case Load() | ReplayStep():
                 raise AssertionError("mostly waiting for donors: the loader's and the replayer's")
             case _:

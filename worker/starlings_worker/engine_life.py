@@ -76,12 +76,22 @@ from starlings_worker.core.events import (
     PartSent,
     Ticked,
 )
+from starlings_worker.core.pairing.work import (
+    CommitPair,
+    EncodePair,
+    ForgetPair,
+    JudgePair,
+    SendPair,
+    SendWord,
+    TakeOuterStep,
+)
 from starlings_worker.core.streaming.rules import StreamRules
 from starlings_worker.device import Device
 from starlings_worker.emulation import Throttle
 from starlings_worker.links import Links, PushError
 from starlings_worker.loader import Donors, Loader
 from starlings_worker.meters import Meters
+from starlings_worker.pair_transfers import PairTransfers
 from starlings_worker.probe import Measured, memory_for_job, probe
 from starlings_worker.replayer import Replayer
 
@@ -135,6 +145,7 @@ class Life:
         self._donors = Donors(links)
         self._loader = Loader(self.computer, self._donors, self.profile, self.on_device, log)
         self._replayer = Replayer(self.computer, self._donors, self.on_device, log)
+        self._pair_transfers = PairTransfers(links, lambda: self.computer.pairs, self._spawn, self.deliver)
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake: asyncio.TimerHandle | None = None
         self._wake_at_s = float("inf")
@@ -208,6 +219,8 @@ class Life:
                 self._spawn(self._send_microbatch(effect))
             case SendPart():
                 self._spawn(self._send_part(effect))
+            case SendPair() | SendWord() | ForgetPair():
+                self._pair_transfers.carry_out(effect)
             case ForgetMicrobatch():
                 self.computer.microbatches.forget(effect.key)
             case ForgetPart():
@@ -238,6 +251,10 @@ class Life:
                 | Settle()
                 | AdoptState()
                 | DigestState()
+                | TakeOuterStep()
+                | EncodePair()
+                | JudgePair()
+                | CommitPair()
             ):
                 self._on_compute_thread(effect)
             case _:
@@ -379,10 +396,11 @@ class Life:
         self._wake, self._wake_at_s = None, float("inf")
         self.deliver(Ticked())
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

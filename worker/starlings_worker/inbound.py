@@ -30,6 +30,7 @@ from starlings_protos.messages import (
     WorkerId,
 )
 from starlings_protos.pace import Pace
+from starlings_protos.pair_messages import PairHeader
 from starlings_worker import wire
 from starlings_worker.callers import Callers
 from starlings_worker.core.admission import Admission, Duplicate, Rejection
@@ -42,10 +43,14 @@ from starlings_worker.core.events import (
     PartAborted,
     PartArrived,
 )
+from starlings_worker.core.pairing.work import PairAborted, PairArrived, PairKey, PairMoved, WordTold
 from starlings_worker.engine_life import Life
 from starlings_worker.kept import Kept
 from starlings_worker.links import ADMITTED_METADATA_KEY, STALL_S
 from starlings_worker.meters import Meters
+from starlings_worker.pair_device import PairDevice
+from starlings_worker.pair_inbound import check_bytes, check_payload, word_of
+from starlings_worker.pair_transfers import Moved
 from starlings_worker.serving import STALLED_AFTER_S, StateServer
 from starlings_worker.uplink import Uplink
 
@@ -110,17 +115,19 @@ class DataService(data_pb2_grpc.DataServicer):
         return await self._part(Leg.AGGREGATE, request_iterator, context)
 
     async def Pair(self, request_iterator: _Frames, context: Context) -> data_pb2.Receipt:
-        return await self._no_pairs(context)
+        return await self._payload(request_iterator, context)
 
     async def TellPair(self, request: data_pb2.PairWord, context: Context) -> data_pb2.Receipt:
-        return await self._no_pairs(context)
-
-    async def _no_pairs(self, context: Context) -> data_pb2.Receipt:
         try:
-            self._caller(context)
+            life, sender = self._caller(context)
+            word = word_of(request)
+            rejection = life.core.meeting.judge_word(word, sender, life.now_s)
+            if rejection is not None:
+                raise RefusedError(rejection.refusal, rejection.message)
         except RefusedError as error:
             await abort(context, error.refusal, str(error))
-        await abort(context, Refusal.NOT_HELD, "no exchange in pairs runs here")
+        life.deliver(WordTold(word, sender))
+        return data_pb2.Receipt()
 
     async def FetchState(  # type: ignore[override]
         self, request: data_pb2.StateRequest, context: Context
@@ -202,6 +209,41 @@ class DataService(data_pb2_grpc.DataServicer):
         life.deliver(PartArrived(leg, subject, sender))
         return convert.to_proto(answer, data_pb2.Receipt())  # type: ignore[return-value]
 
+    # ---------------------------------------------------------------- exchange in pairs
+
+    async def _payload(self, incoming: _Frames, context: Context) -> data_pb2.Receipt:
+        try:
+            life, sender = self._caller(context)
+            source = _Timed(incoming, self._pace)
+            # Of the span that the swap is about, whatever is loaded before its bytes are here.
+            device = _pair_device(life)
+            header = await frames.read_header(
+                source, limit_bytes=device.largest_bytes, subject_limits=frames.PAIR
+            )
+            subject = frames.subject_of(header)
+            assert isinstance(subject, PairHeader)
+            check_payload(header, subject, device)
+            answer = self._with_room(
+                sender, header, life, lambda: life.core.meeting.admit(subject, sender, life.now_s)
+            )
+        except (RefusedError, FrameError, TimeoutError) as error:
+            await _refuse(context, error)
+        if not isinstance(answer, Receipt):
+            return await _settled(answer, context)
+        key = PairKey.of(subject)
+        source.moved = Moved(lambda: life.deliver(PairMoved(key)))
+
+        def aborted(reason: str) -> Event:
+            return PairAborted(subject, sender, reason)
+
+        def keep(tensors: dict[str, _Body]) -> None:
+            if not device.keep(key, {name: body.data for name, body in tensors.items()}):
+                raise FrameError("the swap is over here", Refusal.STALE)
+
+        await self._take(life, sender, header, source, context, keep, aborted)
+        life.deliver(PairArrived(subject, sender))
+        return convert.to_proto(answer, data_pb2.Receipt())  # type: ignore[return-value]
+
     # ---------------------------------------------------------------- shared steps
 
     def _caller(self, context: Context) -> tuple[Life, WorkerId]:
@@ -281,6 +323,8 @@ class _Timed:
         self._pace = pace
         self._begun_s = time.monotonic()
         self._received_bytes = 0
+        # Told of every frame.
+        self.moved: Callable[[], None] = lambda: None
 
     def __aiter__(self) -> _Timed:
         return self
@@ -289,6 +333,7 @@ class _Timed:
         async with asyncio.timeout(self._pace.wait_s(time.monotonic() - self._begun_s, self._received_bytes)):
             frame = await self._source.__anext__()
         self._received_bytes += frame.ByteSize()
+        self.moved()
         return frame
 
 
@@ -348,9 +393,11 @@ def check_part(leg: Leg, header: data_pb2.Header, subject: ExchangeHeader, life:
 
 def _decode_all(header: data_pb2.Header, buffers: list[memoryview], life: Life) -> dict[str, _Body]:
     """Boundary tensors are decoded now, so that a malformed one is the sender's failure, not a later
-    computation's.
+    computation's. A partner's payload is decoded when it is judged; here it must be what its header says.
     """
     bodies = {}
+    if header.WhichOneof("subject") == "pair":
+        check_bytes(header, buffers)
     for tensor, data in zip(header.tensors, buffers, strict=True):
         decoded = None
         if tensor.name in ("hidden", "gradient"):
@@ -360,6 +407,13 @@ def _decode_all(header: data_pb2.Header, buffers: list[memoryview], life: Life) 
             decoded = wire.decode(codec, data, shape, life.computer.device.torch)
         bodies[tensor.name] = _Body(data, decoded)
     return bodies
+
+
+def _pair_device(life: Life) -> PairDevice:
+    device = life.computer.pairs
+    if device is None:
+        raise RefusedError(Refusal.NOT_HELD, "no exchange in pairs runs here")
+    return device
 
 
 def _keep_microbatch(direction: Direction, kept: Kept, tensors: dict[str, _Body]) -> None:

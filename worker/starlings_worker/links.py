@@ -7,8 +7,7 @@ relay changes nothing for callers. A failed push says whether the receiver certa
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TypeVar
 
 import grpc
@@ -19,14 +18,19 @@ from starlings_protos.assignments import assignment_metadata
 from starlings_protos.errors import refused_error
 from starlings_protos.identity import Identity
 from starlings_protos.messages import Peer, Receipt, Refusal, SignedAssignment, WorkerId
+from starlings_protos.pair_messages import PairWord
 from starlings_worker.meters import Meters
-from starlings_worker.uplink import Uplink
+from starlings_worker.uplink import Uplink, give_way
 
 T = TypeVar("T")
 # A connection (TCP and TLS) that takes longer is given up; the next address is tried.
 CONNECT_S = 5.0
 # A transfer in which nothing moves for this long is broken off: the peer is frozen, or the way to it is.
 STALL_S = 10.0
+# A word is answered at once, or not at all.
+WORD_S = 3.0
+# Pieces of what is sent in the background are small, so that little is before whatever becomes urgent.
+BACKGROUND_CHUNK_BYTES = 64 << 10
 # Bodies up to this are sent without waiting for the receiver's admission: HTTP/2's first window has 64 KiB.
 UNASKED_BYTES = 32 << 10
 # In the receiver's initial metadata: it has admitted the transfer and reads the body.
@@ -93,8 +97,9 @@ class Links:
         self._locks: dict[WorkerId, asyncio.Lock] = {}
         self._metadata: tuple[tuple[str, bytes], ...] = ()
         self._closing: set[asyncio.Task[None]] = set()
-        # Transfers out that others wait for.
+        # Transfers out that others wait for, and those of them whose bytes are leaving.
         self.pushes = 0
+        self._writing = 0
 
     # ---------------------------------------------------------------- who and where
 
@@ -183,30 +188,39 @@ class Links:
         buffers: Sequence[frames.Buffer],
         *,
         kind: str,
+        background: Callable[[], None] | None = None,
     ) -> Receipt:
-        """One transfer to a peer: `method` is "Forward", "Backward", "Contribute" or "Aggregate".
+        """One transfer to a peer: `method` is "Forward", "Backward", "Contribute", "Aggregate" or "Pair".
 
         Args:
             kind: under which the bytes are counted.
+            background: nobody waits for it, so it gives way to the others; called whenever some of its bytes have left.
 
         Raises:
             PushError: it failed.
         """
         tries = 0
-        self.pushes += 1
+        waited_for = background is None
+        self.pushes += waited_for
         try:
             while True:
                 tries += 1
                 try:
-                    return await self._push_once(to, method, header, buffers, kind)
+                    return await self._push_once(to, method, header, buffers, kind, background)
                 except _AnswerLost as error:
                     if tries == ANSWER_LOST_TRIES:
                         raise PushError(str(error), certain=False) from None
         finally:
-            self.pushes -= 1
+            self.pushes -= waited_for
 
     async def _push_once(
-        self, to: WorkerId, method: str, header: data_pb2.Header, buffers: Sequence[frames.Buffer], kind: str
+        self,
+        to: WorkerId,
+        method: str,
+        header: data_pb2.Header,
+        buffers: Sequence[frames.Buffer],
+        kind: str,
+        background: Callable[[], None] | None,
     ) -> Receipt:
         link = await self.connect(to)
         call: grpc.aio.StreamUnaryCall[data_pb2.Frame, object] = getattr(link.stub, method)(
@@ -215,7 +229,7 @@ class Links:
         try:
             with self._meters.timing("send"):
                 await self._uplink.travels()
-                sent_bytes = await self._write(call, header, buffers)
+                sent_bytes = await self._write(call, header, buffers, background)
                 self._meters.sent(kind, sent_bytes)
                 async with asyncio.timeout(self._stall_s):
                     receipt = _receipt(await call)
@@ -237,6 +251,7 @@ class Links:
         call: grpc.aio.StreamUnaryCall[data_pb2.Frame, object],
         header: data_pb2.Header,
         buffers: Sequence[frames.Buffer],
+        background: Callable[[], None] | None,
     ) -> int:
         """Writes the frames, until the other side has ended the call: it refused, or it has the transfer already.
 
@@ -244,14 +259,46 @@ class Links:
         its answer, which the caller awaits anyway.
         """
         sent_bytes = 0
-        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
-            for frame in frames.write_transfer(header, buffers):
+        waited_for = background is None
+        chunk_bytes = frames.CHUNK_BYTES if waited_for else BACKGROUND_CHUNK_BYTES
+        self._writing += waited_for
+        try:
+            for frame in frames.write_transfer(header, buffers, chunk_bytes=chunk_bytes):
+                if background is not None:
+                    await give_way(lambda: self._writing > 0)
                 await self._uplink.leaves(frame.ByteSize())
                 async with asyncio.timeout(self._stall_s):
                     await call.write(frame)
                 sent_bytes += frame.ByteSize()
+                if background is not None:
+                    background()
             await call.done_writing()
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            pass
+        finally:
+            self._writing -= waited_for
         return sent_bytes
+
+    async def tell(self, to: WorkerId, word: PairWord) -> None:
+        """A word to the partner of a swap.
+
+        Raises:
+            PushError: it was refused, or not answered.
+        """
+        link = await self.connect(to)
+        message = data_pb2.PairWord()
+        convert.to_proto(word, message)
+        await self._uplink.leaves(message.ByteSize())
+        await self._uplink.travels()
+        self._meters.sent("exchange", message.ByteSize())
+        try:
+            async with asyncio.timeout(WORD_S):
+                await link.stub.TellPair(message, metadata=self._metadata)
+        except TimeoutError:
+            raise PushError(f"{to} did not answer for {WORD_S:.0f} s", certain=False) from None
+        except grpc.aio.AioRpcError as error:
+            raise _explained(error, to) from None
+        await self._uplink.travels()
 
     # ---------------------------------------------------------------- state
 

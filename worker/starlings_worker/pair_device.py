@@ -111,6 +111,8 @@ class PairDevice:
 
     def restart(self) -> None:
         """The weights are new: displacements are measured from them, and no momentum is left."""
+        # First, so that there is never memory for both.
+        self._states.clear()
         self._states = {
             (stage, fragment): FragmentState.starting_at(self._theta(stage, fragment))
             for stage, bounds in self._bounds.items()
@@ -122,6 +124,15 @@ class PairDevice:
         return self._vectors[stage].parameters[begin:end]
 
     # ---------------------------------------------------------------- questions of the data plane
+
+    def holds(self, stage: int) -> bool:
+        return stage in self._bounds
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of any payload, decoded."""
+        elements = (end - begin for bounds in self._bounds.values() for begin, end in bounds)
+        return 4 * len(self._codecs) * max(elements, default=0)
 
     def elements(self, stage: int, fragment: int) -> int:
         """Of a fragment; 0 when there is none of that number."""
@@ -172,7 +183,10 @@ class PairDevice:
 
     def _take_outer_step(self, effect: TakeOuterStep) -> OuterStepTaken:
         place = (effect.stage, effect.fragment)
-        state = self._states[place]
+        state = self._states.get(place)
+        if state is None:
+            # Another cut than the job's: there is nothing to step on, and `_encode` will say so.
+            return OuterStepTaken(effect.stage, effect.slot)
         warmup = self._rules.warmup
         phase = warmup if effect.warmup and warmup is not None else self._rules.main
         state.solo_rounds = effect.solo_rounds
@@ -194,6 +208,8 @@ class PairDevice:
     def _encode(self, key: PairKey) -> PairEncoded | PairFailed:
         if key in self._forgotten:
             return PairFailed(key, "the swap was over before its payload was encoded")
+        if (key.stage, key.fragment) not in self._phases:
+            return PairFailed(key, f"stage {key.stage} has no fragment {key.fragment} that stepped")
         payload = self._payload(key)
         sizes = {WEIGHTS: payload.z, MOMENTUM: payload.m}
         try:
@@ -207,6 +223,9 @@ class PairDevice:
             return PairFailed(key, str(error))
         kept = self._kept.setdefault(key, _Kept())
         kept.own, kept.own_decoded = own, decoded
+        if key in self._forgotten:
+            # Meanwhile, on the event loop.
+            self._kept.pop(key, None)
         return PairEncoded(key, digest_of([part.data for part in own]))
 
     def _payload(self, key: PairKey) -> Payload:

@@ -16,7 +16,7 @@ from starlings_protos import data_pb2
 from starlings_protos.errors import RefusedError
 from starlings_protos.messages import Refusal
 from starlings_protos.state_transfer import ServedBlock, state_frames
-from starlings_worker.uplink import Uplink
+from starlings_worker.uplink import Uplink, give_way
 
 Context = grpc.aio.ServicerContext[Any, Any]
 BLOCKS_PER_REQUEST = 4096
@@ -24,10 +24,6 @@ BLOCKS_PER_REQUEST = 4096
 TRANSFERS_AT_ONCE = 8
 # A reader that takes nothing for this long is given up.
 STALLED_AFTER_S = 30.0
-# A piece of at most 1 MiB waits for the engine's own transfers this long at most: so a donor whose links are never idle
-# still gives some 20 MiB/s.
-GIVE_WAY_AT_MOST_S = 0.05
-_LOOK_AGAIN_S = 0.005
 
 
 class NotHeld(Exception):
@@ -92,7 +88,7 @@ class StateServer:
             blocks = self._find(request, shelf)
             await asyncio.to_thread(_hash_all, blocks)
             for frame in state_frames(blocks, request.offset):
-                await self._give_way()
+                await give_way(self._busy)
                 await self._uplink.leaves(frame.ByteSize())
                 try:
                     async with asyncio.timeout(self._stall_s):
@@ -113,12 +109,6 @@ class StateServer:
             raise RefusedError(Refusal.NOT_HELD, str(error)) from None
         except NotYet as error:
             raise RefusedError(Refusal.BUSY, str(error)) from None
-
-    async def _give_way(self) -> None:
-        waited_s = 0.0
-        while self._busy() and waited_s < GIVE_WAY_AT_MOST_S:
-            await asyncio.sleep(_LOOK_AGAIN_S)
-            waited_s += _LOOK_AGAIN_S
 
 
 def _hash_all(blocks: Sequence[ServedBlock]) -> None:

@@ -20,6 +20,10 @@ _PATTERN = re.compile(
 )
 # What may be sent at once after a pause, as the queue of a home router allows.
 BURST_S = 0.02
+# A piece of what nobody waits for gives way to the engine's own transfers for this long at most: so a worker whose
+# links are never idle still sends 20 MiB/s of state in pieces of 1 MiB, and 1.2 MiB/s of exchanges in those of 64 KiB.
+GIVE_WAY_AT_MOST_S = 0.05
+_LOOK_AGAIN_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,14 @@ def parse_link(text: str) -> LinkClass:
         raise ValueError("must be a rate and a delay one way, such as 20Mbit/s,40ms")
     rate = float(found[1]) * _RATES[found[2].lower()]
     return LinkClass(rate, float(found[3]) * _DELAYS[found[4].lower()] if found[3] else 0.0)
+
+
+async def give_way(busy: Callable[[], bool]) -> None:
+    """Returns when nothing more urgent is being sent, or after `GIVE_WAY_AT_MOST_S`."""
+    waited_s = 0.0
+    while busy() and waited_s < GIVE_WAY_AT_MOST_S:
+        await asyncio.sleep(_LOOK_AGAIN_S)
+        waited_s += _LOOK_AGAIN_S
 
 
 class Uplink:

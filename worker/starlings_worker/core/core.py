@@ -77,6 +77,8 @@ from starlings_worker.core.flow import Flow
 from starlings_worker.core.invariants import check
 from starlings_worker.core.observing import Observing
 from starlings_worker.core.outbox import Outbox
+from starlings_worker.core.pairing.meeting import Meeting
+from starlings_worker.core.pairing.work import PairDeviceOutcome, PairNetworkEvent
 from starlings_worker.core.parts import PartStore
 from starlings_worker.core.peers import PeerTable
 from starlings_worker.core.placement import Placement
@@ -140,7 +142,17 @@ class WorkerCore:
         )
         self.stream: Stream | None = None
         if rules is not None:
-            self.stream = Stream(rules, stream_table, self.training, self.device, self.outbox, self.counters)
+            self.stream = Stream(
+                rules,
+                stream_table,
+                self.training,
+                self.device,
+                self.outbox,
+                self.counters,
+                self._effects.append,
+            )
+        pairs = self.stream.pairs if self.stream is not None else None
+        self.meeting = Meeting(pairs, self.flow.receipt, self.counters)
         self.placement = Placement(
             worker_id,
             self.timings,
@@ -158,6 +170,7 @@ class WorkerCore:
         )
         self.stopped = False
         self.wishes = Wishes(self.timings, self.table, self.flow, self.training, self.peers, self.outbox)
+        self._now_s = 0.0
         self._leaving: tuple[str, float] | None = None
 
     @property
@@ -191,6 +204,7 @@ class WorkerCore:
             round_.wake_at_s() if round_ is not None else None,
             self.placement.load_again_at_s,
             self._leaving[1] if self._leaving is not None else None,
+            self.meeting.wake_at_s(self._now_s),
         ]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
@@ -234,6 +248,7 @@ class WorkerCore:
         """What to do about `event`. `now_s` is monotonic; `rng` breaks ties of routing."""
         if self.stopped:
             return ()
+        self._now_s = now_s
         self._dispatch(event, now_s)
         if not self.stopped:
             self._look_at_time(now_s)
@@ -243,6 +258,10 @@ class WorkerCore:
         return effects
 
     def _dispatch(self, event: Event, now_s: float) -> None:
+        if isinstance(event, PairNetworkEvent):
+            # No progress of this worker's: a partner goes on poking one whose device hangs.
+            self.meeting.happened(event, now_s)
+            return
         match event:
             case ControlReceived():
                 self._control(event.message, now_s)
@@ -251,6 +270,7 @@ class WorkerCore:
             case ControlRestored():
                 self.wishes.forget()
                 self.outbox.restored()
+                self.meeting.reconnected(now_s)
             case MicrobatchArrived():
                 self.progress += 1
                 held = self.table.arrived(event.direction, event.header, event.sender)
@@ -294,6 +314,9 @@ class WorkerCore:
                     self._device_did(event, now_s)
 
     def _device_did(self, event: DeviceOutcome, now_s: float) -> None:
+        if isinstance(event, PairDeviceOutcome):
+            self.meeting.happened(event, now_s)
+            return
         match event:
             case ForwardComputed():
                 self.flow.forward_computed(event, now_s)
@@ -309,7 +332,7 @@ class WorkerCore:
                 pass
             case StagesStepped():
                 if self.stream is not None:
-                    self.stream.stepped(event)
+                    self.stream.stepped(event, now_s)
             case StepReplayed():
                 self.placement.step_replayed(event, now_s)
             case ReplayFailed():
@@ -356,6 +379,7 @@ class WorkerCore:
         match message:
             case Assignment():
                 self.placement.assigned(message, now_s)
+                self.meeting.replanned(self.assignment, now_s)
             case LeaseGrant():
                 self.wishes.granted(message, opens_attempts=self.loaded and self.stream is None)
             case Finish():
@@ -392,7 +416,7 @@ class WorkerCore:
             case MicrobatchVoided() | TrainingPaused():
                 self.counters["stale_messages"] += 1
             case SlotClock() | PairMatched():
-                self.counters["stale_messages"] += 1  # No schedule has slots yet.
+                self.meeting.told(message, now_s)
             case _:
                 assert_never(message)
 
@@ -449,8 +473,14 @@ class WorkerCore:
     def _feed_device(self, now_s: float, rng: random.Random) -> None:
         if self.device.running is not None:
             return
-        if self.device.waiting:
-            self.device.running = self.device.waiting.popleft()
+        waiting = self.device.waiting
+        streams = self.stream is not None and self.stream.running
+        if streams and not (waiting and isinstance(waiting[0], TakeCopy)):
+            self.device.running = self.flow.graph_to_close()
+        if self.device.running is not None:
+            pass
+        elif waiting:
+            self.device.running = waiting.popleft()
         elif self.loaded:
             self.device.running = self.flow.next_computation(now_s, rng)
         if self.device.running is not None:

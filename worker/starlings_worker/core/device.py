@@ -44,6 +44,18 @@ from starlings_worker.core.events import (
     StepApplied,
     StepReplayed,
 )
+from starlings_worker.core.pairing.work import (
+    CommitPair,
+    EncodePair,
+    JudgePair,
+    OuterStepTaken,
+    PairCommitted,
+    PairDeviceOutcome,
+    PairEncoded,
+    PairFailed,
+    PairJudged,
+    TakeOuterStep,
+)
 
 DeviceOutcome = (
     SpanLoaded
@@ -62,6 +74,7 @@ DeviceOutcome = (
     | StepReplayed
     | ReplayFailed
     | StateDigested
+    | PairDeviceOutcome
 )
 
 
@@ -94,6 +107,14 @@ def belongs(effect: DeviceEffect, outcome: DeviceOutcome) -> bool:
             return isinstance(outcome, Settled) and outcome.version == effect.version
         case AdoptState() | DigestState() | TakeCopy():
             return isinstance(outcome, StateDigested) and outcome.version == effect.version
+        case TakeOuterStep(stage, slot):
+            return isinstance(outcome, OuterStepTaken) and (outcome.stage, outcome.slot) == (stage, slot)
+        case EncodePair(key):
+            return isinstance(outcome, PairEncoded | PairFailed) and outcome.key == key
+        case JudgePair(key):
+            return isinstance(outcome, PairJudged | PairFailed) and outcome.key == key
+        case CommitPair(key):
+            return isinstance(outcome, PairCommitted | PairFailed) and outcome.key == key
         case OpenExchange():
             name = (effect.step, effect.attempt, effect.group.group)
             if isinstance(outcome, ExchangePrepared) and outcome.pass_number != 0:

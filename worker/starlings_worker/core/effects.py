@@ -1,11 +1,11 @@
 """What the worker's core asks its shell to do. Imperative; each effect's outcome comes back as an event.
 
 *Device effects* (Load, ClearGradients, ComputeForward, ComputeBackward, OpenExchange, ReducePart, Assemble,
-ApplyStep, StepStages, TakeCopy, Settle, ReplayStep, AdoptState, DigestState) touch the weights, the
-accumulators or a graph. At most one of them is outstanding at a time, and each has exactly one outcome event: the
-core owns the device's queue, so that backward work goes first. The other effects are done at once, in the order of
-the returned tuple. Sends run beside the device; each has exactly one outcome event, whatever becomes of its key
-meanwhile.
+ApplyStep, StepStages, TakeCopy, Settle, ReplayStep, AdoptState, DigestState, and those of pairing/work.py) touch the
+weights, the accumulators or a graph. At most one of them is outstanding at a time, and each has exactly one outcome
+event: the core owns the device's queue, so that backward work goes first. The other effects are done at once, in the
+order of the returned tuple. Sends run beside the device; each has exactly one outcome event, whatever becomes of its
+key meanwhile (but for those that ForgetPair breaks off).
 
 What the shell keeps under which key is said in events.py.
 """
@@ -26,6 +26,7 @@ from starlings_protos.messages import (
     WorkerId,
 )
 from starlings_worker.core.events import Direction, Leg
+from starlings_worker.core.pairing.work import PairDeviceEffect, PairNetworkEffect
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +326,7 @@ DeviceEffect = (
     | ReplayStep
     | AdoptState
     | DigestState
+    | PairDeviceEffect
 )
 
 Effect = (
@@ -337,4 +339,5 @@ Effect = (
     | ForgetPart
     | KeepHistory
     | Stop
+    | PairNetworkEffect
 )

@@ -13,6 +13,7 @@ What the shell keeps, under which key, and until when
   this worker's own encoded contributions and its encoded aggregate of each pass, so that a second SendPart of an
   equal header sends equal bytes. Until ForgetPart, ClearGradients of a higher attempt, ApplyStep of that step,
   AdoptState, or the next Load.
+- *A swap's payloads*, under their PairKey: see pairing/work.py, which has the events of exchanges in pairs.
 
 Order of a transfer in: header read -> `WorkerCore.admit(direction, header, sender, now_s)` or
 `admit_part(leg, header, sender, now_s)`. A `Receipt` means: admitted, room is reserved, read the body, then
@@ -38,6 +39,7 @@ from starlings_protos.messages import (
     ToWorker,
     WorkerId,
 )
+from starlings_worker.core.pairing.work import PairDeviceOutcome, PairNetworkEvent
 
 
 class Direction(enum.Enum):
@@ -368,4 +370,6 @@ Event = (
     | PartNotSent
     | DrainRequested
     | Ticked
+    | PairDeviceOutcome
+    | PairNetworkEvent
 )

@@ -107,6 +107,18 @@ class Flow:
             self._table.begins_forward(held)
         return ComputeForward(held.key, held.entry_stage, held.exit_stage, held.loss_denominator)
 
+    def graph_to_close(self) -> ComputeBackward | None:
+        """`async`: backward of a microbatch whose loss has just been computed here. Its graph points to the weights as
+        they are, so nothing may change them before. Marks it as running.
+        """
+        place = self._table.place
+        for held in self._table.held.values() if place is not None else ():
+            ends = place is not None and held.exit_stage == place.stage_count - 1
+            if ends and held.trains and held.phase is Phase.GRADIENT_QUEUED:
+                held.phase = Phase.BACKWARD
+                return ComputeBackward(held.key, self._table.unadded_stages(held))
+        return None
+
     def forward_computed(self, event: ForwardComputed, now_s: float) -> None:
         held = self._released(event.key)
         if held is None:

@@ -77,7 +77,9 @@ def _check_device(core: WorkerCore) -> None:
     else:
         assert not busy, f"{busy} run although the device does {running}"
         assert not core.table.doomed, "dropped microbatches wait for a device that does something else"
-    assert len(core.device.waiting) <= 16 + 8 * len(core.training.round.groups if core.training.round else ())
+    groups = len(core.training.round.groups if core.training.round else ())
+    meeting = len(core.meeting.rounds.stages) if core.meeting.rounds is not None else 0
+    assert len(core.device.waiting) <= 16 + 8 * (groups + meeting)
 
 
 def _check_exchange(core: WorkerCore) -> None:

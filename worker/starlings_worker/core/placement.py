@@ -219,6 +219,8 @@ class Placement:
         self._table.reset(self._table.epoch)
         self._parts.clear()
         self._training.round = None
+        if self._stream is not None:
+            self._stream.left()
 
     def _begin_stream(self, assignment: Assignment, version: int, now_s: float) -> None:
         if self._stream is not None:

@@ -7,6 +7,7 @@
 | swap.py | `Swap`: one exchange with one partner, from match to outcome |
 | stage_rounds.py | `StageRounds`: one stage's slots, its swaps in order, rounds alone in a row, readiness |
 | pair_rounds.py | `PairRounds`: all stages of a span; the way in for events and questions of peers |
+| meeting.py | `Meeting`: what the worker's core knows of all that, also in jobs without |
 
 States of a stage, and what moves it on:
 
@@ -45,5 +46,6 @@ which they are asked for, so a commit that was decided before the next slot is a
 | the device fails | FAILED |
 
 After `solo_rounds_limit` rounds of a fragment alone the rule takes mu = 0 and eta = 1: `TakeOuterStep.solo_rounds`
-tells it. Nothing of the worker's core uses this package yet.
+tells it. `core/streaming/stream.py` owns the `PairRounds` of a worker and tells them of steps and time; the worker's
+core passes on what comes in; `pair_device.py`, `pair_transfers.py` and `pair_inbound.py` carry out what they ask for.
 """

@@ -63,7 +63,9 @@ class PairRounds:
         self.stages: dict[int, StageRounds] = {}
 
     def hold(self, span: Span | None) -> None:
-        """A new place in the plan, with other weights: everything before is forgotten."""
+        """A new place in the plan, with other weights, or none: everything before is forgotten."""
+        for stage in self.stages.values():
+            stage.forget()
         stages = span.stages if span is not None else ()
         self.stages = {
             stage: StageRounds(stage, self._timings, self._push, self._emit, self._say, self._counters)

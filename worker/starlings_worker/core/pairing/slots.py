@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from starlings_protos.pair_messages import SlotClock
 
 SEGMENTS_MOST = 4
+# Beyond any job: what says more is no clock.
+SECONDS_MOST = 1e8
+SLOTS_MOST = 1 << 48
+LEAST_LENGTH_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +44,9 @@ class StageSlots:
     def told(self, clock: SlotClock, now_s: float) -> bool:
         """Returns False for a message that makes no sense, which changes nothing."""
         sound = (
-            clock.slot >= 1
-            and 0 < clock.slot_length_s < math.inf
-            and math.isfinite(clock.begins_in_s)
+            1 <= clock.slot < SLOTS_MOST
+            and LEAST_LENGTH_S <= clock.slot_length_s < SECONDS_MOST
+            and -SECONDS_MOST < clock.begins_in_s < SECONDS_MOST
             and clock.fragments >= 1
         )
         if sound:

@@ -37,7 +37,7 @@ NOBODY = WorkerId("")
 ANNOUNCED_MOST = 64
 SWAPS_MOST = 16
 REMEMBERED = 256
-# Weight of the newest inner step in the average of their seconds.
+# Weight of the newest inner step in the average of their seconds; of the first ones it is the plain mean.
 STEP_WEIGHT = 0.1
 
 
@@ -77,6 +77,7 @@ class StageRounds:
         # Over, by round id: late bytes and words are recognised. None: it never began.
         self._past: OrderedDict[int, Swap | None] = OrderedDict()
         self._tokens = 0
+        self._steps = 0
         self._step_s = 0.0
         self._told_without_clock = False
 
@@ -124,12 +125,19 @@ class StageRounds:
             swap.close(SoloReason.REFUSED, "the match is about another fragment than its slot", now_s)
         return wrong
 
+    def forget(self) -> None:
+        """Nothing of what is under way matters any more."""
+        for swap in self._live.values():
+            self._emit(ForgetPair(swap.key))
+        self._live.clear()
+
     # ------------------------------------------------------------------ training
 
     def inner_stepped(self, tokens: int, seconds: float, now_s: float) -> None:
         """An inner step of the stage was applied, `seconds` after the one before."""
         self._tokens += tokens
-        weight = STEP_WEIGHT if self._step_s > 0 else 1.0
+        self._steps += 1
+        weight = max(STEP_WEIGHT, 1 / self._steps)
         self._step_s += weight * (seconds - self._step_s)
         if not self.slots.running and not self._told_without_clock:
             self._told_without_clock = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from starlings_job.exchange_rules import ExchangeRules
 from starlings_job.schedule import learning_rate
 from starlings_job.sections import TrainSection
 from starlings_job.spec import JobSpec
@@ -16,10 +17,13 @@ class StreamRules:
     inner_batch: int
     tokens_per_step: int
     steps_total: int
+    # None: replicas go their own ways, and are averaged at the end.
+    pairs: ExchangeRules | None = None
 
     @classmethod
     def of(cls, job: JobSpec) -> StreamRules:
-        return cls(job.train, job.train.microbatches_per_inner_step, job.tokens_per_step, job.steps_total)
+        inner_batch = job.train.microbatches_per_inner_step
+        return cls(job.train, inner_batch, job.tokens_per_step, job.steps_total, job.pair_rules)
 
     def learning_rate(self, tokens: float) -> float:
         """When the swarm has trained so many tokens: that of the step which they would make in `sync`."""

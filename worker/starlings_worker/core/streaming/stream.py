@@ -4,13 +4,15 @@ Each held stage counts its own steps. A microbatch notes them at its forward pas
 pass is its *staleness* there. A gradient that is older than the job allows is passed upstream and not added. When
 `inner_batch` gradients are added, the stage steps, before the device does anything else. So that an outage of the
 coordinator costs nothing, a worker that leads microbatches keeps leases in store for as long as a lease lasts, and the
-learning rate follows what the swarm has trained, extrapolated.
+learning rate follows what the swarm has trained, extrapolated. Replicas meet in pairs on the side (`pairs`), where the
+job says so, for as long as training runs.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 from starlings_protos.messages import Assignment, MicrobatchKey, StateReport, StateWanted
@@ -22,10 +24,12 @@ from starlings_protos.stream_messages import (
     TrainingPaused,
 )
 from starlings_worker.core.device import DeviceQueue
-from starlings_worker.core.effects import Settle, StageStep, StepStages, TakeCopy
+from starlings_worker.core.effects import Effect, Settle, StageStep, StepStages, TakeCopy
 from starlings_worker.core.events import StagesStepped, StateDigested
 from starlings_worker.core.microbatches import Held
 from starlings_worker.core.outbox import Outbox
+from starlings_worker.core.pairing.pair_rounds import PairRounds
+from starlings_worker.core.pairing.work import CommitPair, EncodePair, JudgePair, TakeOuterStep
 from starlings_worker.core.streaming.clock import SwarmClock
 from starlings_worker.core.streaming.rules import StreamRules
 from starlings_worker.core.streaming.table import StreamTable
@@ -39,6 +43,8 @@ REPORTED_S = 300.0
 # Leases in store are worth this much of a lease's time.
 STOCK_S = 600.0
 REPORT_EVERY_S = 2.0
+# The first steps of a stage are slow ones, and say nothing about those that come.
+FIRST_STEPS = 3
 
 
 class Stream:
@@ -50,6 +56,7 @@ class Stream:
         device: DeviceQueue,
         outbox: Outbox,
         counters: Counter[str],
+        emit: Callable[[Effect], None],
     ) -> None:
         self._rules = rules
         self._table = table
@@ -58,10 +65,17 @@ class Stream:
         self._outbox = outbox
         self._counters = counters
         self.clock = SwarmClock()
+        self.pairs: PairRounds | None = None
+        if rules.pairs is not None:
+            self.pairs = PairRounds(device.push, emit, outbox.say, counters)
         self._stage_count = 0
         self.steps: dict[int, int] = {}
         # Gradients added since the last step.
         self.added: dict[int, int] = {}
+        # Target tokens of those; steps since training began here, and when the last one was.
+        self._tokens: Counter[int] = Counter()
+        self._steps_here: Counter[int] = Counter()
+        self._stepped_at_s: dict[int, float] = {}
         # Running means of the norms of stages.
         self.norms: dict[int, float] = {}
         self.staleness: deque[int] = deque(maxlen=64)
@@ -95,10 +109,20 @@ class Stream:
         self.steps = dict.fromkeys(stages, version)
         self.added = dict.fromkeys(stages, 0)
         self.norms = {}
+        self._tokens.clear()
+        self._steps_here.clear()
+        self._stepped_at_s = {}
         self._done_at_s, self._done_every_s = None, 0.0
         self._copies.clear()
         self.clock.start(float(version * self._rules.tokens_per_step), now_s)
         self._table.running = True
+        if self.pairs is not None:
+            self.pairs.hold(assignment.span)
+
+    def left(self) -> None:
+        """The span is another one from now on, or none."""
+        if self.pairs is not None:
+            self.pairs.hold(None)
 
     def paused(self, message: TrainingPaused) -> None:
         """From here on the steps and attempts of training.py hold."""
@@ -106,7 +130,10 @@ class Stream:
             if message.version == self._training.version:
                 self._training.raise_attempt(message.version, message.attempt)
             return
-        self._device.purge(lambda effect: isinstance(effect, StepStages | TakeCopy))
+        of_pairs = TakeOuterStep | EncodePair | JudgePair | CommitPair
+        self._device.purge(lambda effect: isinstance(effect, StepStages | TakeCopy | of_pairs))
+        if self.pairs is not None:
+            self.pairs.hold(None)
         self._copies.clear()
         self._outbox.forget_step()
         self._reported.clear()
@@ -150,6 +177,7 @@ class Stream:
                 self.gradients_stale += 1
             else:
                 self.added[stage] += 1
+                self._tokens[stage] += held.target_count
         if not held.route:
             self.clock.trained(held.target_count)
             self._done_own(held.key)
@@ -176,15 +204,21 @@ class Stream:
             return min(1.0, own / whole)
         return 1.0 / math.sqrt(self._stage_count)
 
-    def stepped(self, event: StagesStepped) -> None:
-        """A slot of exchanges is looked at here, once there are any: nothing else changes weights until then."""
+    def stepped(self, event: StagesStepped, now_s: float) -> None:
         for stage, norm in zip(event.stages, event.norms, strict=True):
             self.inner_steps += 1
+            self._tell_pairs(stage, now_s)
             if not math.isfinite(norm):
                 self._counters["gradients_dropped"] += 1
                 continue
             old = self.norms.get(stage)
             self.norms[stage] = norm if old is None else old + NORM_WEIGHT * (norm - old)
+
+    def _tell_pairs(self, stage: int, now_s: float) -> None:
+        self._steps_here[stage] += 1
+        last_s, self._stepped_at_s[stage] = self._stepped_at_s.get(stage), now_s
+        if self.pairs is not None and last_s is not None and self._steps_here[stage] > FIRST_STEPS:
+            self.pairs.inner_stepped(stage, self._tokens.pop(stage, 0), max(1e-6, now_s - last_s), now_s)
 
     # ------------------------------------------------------------------ leases and reports
 
@@ -203,6 +237,8 @@ class Stream:
 
     def look_at_time(self, now_s: float) -> None:
         self._now_s = now_s
+        if self.pairs is not None:
+            self.pairs.look_at_time(now_s)
         if not self._outbox.up:
             return
         while self._reported and now_s - self._reported[0][0] > REPORTED_S:
