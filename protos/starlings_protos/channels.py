@@ -33,8 +33,11 @@ from starlings_protos.peers import peer_identity
 KEEPALIVE_S = 10.0
 # On the control plane pings are rarer, because workers speak there by themselves: who gets no acknowledgement of a
 # heartbeat from the coordinator's system within `KEEPALIVE_TIMEOUT_S` is cut off already (TCP_USER_TIMEOUT, which gRPC
-# sets where there is such a thing). Ten thousand pings every 10 s would cost a coordinator more than all heartbeats.
-CONTROL_KEEPALIVE_S = 30.0
+# sets where there is such a thing, on Linux). Pings find what is left: a coordinator that hangs, or something between
+# that acknowledges in its place; and on other systems, unless they give up earlier, a way that is dead. The coordinator
+# goes by heartbeats, not by pings. Ten thousand workers that ping every 30 s do that more often than they heartbeat,
+# and it costs the coordinator nearly as much.
+CONTROL_KEEPALIVE_S = 60.0
 # A server pings only whom it has not heard for this many times as long. With equal times both would ping, and a
 # connection that says nothing would cost a server about twice the CPU.
 SERVER_WAITS = 2

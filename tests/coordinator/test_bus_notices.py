@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import KeysView
 from dataclasses import replace
 
 import pytest
 
 from starlings_coordinator.bus.notices import (
+    ABSENT_EVERY_S,
     FORGOTTEN_AFTER_S,
     FORGOTTEN_AT_ONCE,
     QUIET_EVERY_S,
@@ -136,11 +138,11 @@ def test_who_stays_away_is_forgotten_once_also_after_a_restart() -> None:
     assert absent.due(core, 10.0) == ()
     assert absent.due(core, 10.0 + FORGOTTEN_AFTER_S - 0.1) == ()
     core.members[WorkerId("b")] = gone
-    assert absent.due(core, 10.0 + FORGOTTEN_AFTER_S) == ()
+    assert absent.due(core, 10.0 + FORGOTTEN_AFTER_S + ABSENT_EVERY_S) == ()
     del core.members[WorkerId("b")]
     assert absent.due(core, 1000.0) == ()
     assert absent.due(core, 1000.0 + FORGOTTEN_AFTER_S) == (WorkerId("b"),)
-    assert absent.due(core, 1001.0 + FORGOTTEN_AFTER_S) == ()
+    assert absent.due(core, 1000.0 + FORGOTTEN_AFTER_S + ABSENT_EVERY_S) == ()
     core.members[WorkerId("b")] = gone
     assert absent.due(core, 2000.0) == ()
     # Another process on the same log knows whom the one before had admitted.
@@ -156,3 +158,24 @@ def test_many_are_forgotten_little_by_little() -> None:
     absent.due(core, 0.0)
     counts = [len(absent.due(core, FORGOTTEN_AFTER_S + second)) for second in range(6)]
     assert counts == [FORGOTTEN_AT_ONCE] * 3 + [200 - 3 * FORGOTTEN_AT_ONCE, 0, 0]
+
+
+class _Counted(dict[WorkerId, int]):
+    """Says how often somebody has looked through it."""
+
+    looks = 0
+
+    def keys(self) -> KeysView[WorkerId]:  # type: ignore[override]
+        self.looks += 1
+        return super().keys()
+
+
+def test_a_large_swarm_is_not_looked_through_each_second() -> None:
+    core, absent = world().core, Absent()
+    core.state.incarnations = counted = _Counted(core.state.incarnations)
+    del core.members[WorkerId("a")]
+    told = [absent.due(core, float(second)) for second in range(int(FORGOTTEN_AFTER_S) + 20)]
+    assert counted.looks <= len(told) / ABSENT_EVERY_S + 1
+    (at_s,) = [second for second, due in enumerate(told) if due]
+    assert told[at_s] == (WorkerId("a"),)
+    assert FORGOTTEN_AFTER_S <= at_s <= FORGOTTEN_AFTER_S + ABSENT_EVERY_S

@@ -24,6 +24,8 @@ QUIET_EVERY_S = 5.0
 FORGOTTEN_AFTER_S = 600.0
 # At a time, so that they fit into the queue and nobody is held up.
 FORGOTTEN_AT_ONCE = 64
+# Ten thousand members are looked through this often for those who are gone: it matters to nobody's second.
+ABSENT_EVERY_S = 10.0
 
 
 def plan_payload(core: Core, headline: Headline, wall_s: float, form: Form) -> bytes:
@@ -146,12 +148,18 @@ class Absent:
     def __init__(self) -> None:
         self._since_s: dict[WorkerId, float] = {}
         self._forgotten: set[WorkerId] = set()
+        self._look_again_at_s = float("-inf")
 
     def due(self, core: Core, now_s: float) -> tuple[WorkerId, ...]:
-        """Who is to be forgotten now; each once per absence."""
+        """Who is to be forgotten now; each once per absence, up to `ABSENT_EVERY_S` later than could be. Who was here
+        for a shorter time than that in between may count as away all the while.
+        """
+        if now_s < self._look_again_at_s:
+            return ()
         gone = core.state.incarnations.keys() - core.members.keys()
         self._forgotten &= gone
         self._since_s = {w: self._since_s.get(w, now_s) for w in gone - self._forgotten}
         due = sorted(w for w, since_s in self._since_s.items() if now_s - since_s >= FORGOTTEN_AFTER_S)
         self._forgotten |= set(due[:FORGOTTEN_AT_ONCE])
+        self._look_again_at_s = now_s + (0.0 if len(due) > FORGOTTEN_AT_ONCE else ABSENT_EVERY_S)
         return tuple(due[:FORGOTTEN_AT_ONCE])
