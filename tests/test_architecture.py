@@ -191,7 +191,10 @@ PROCESSES = {
         ("torch", "transformers", "tokenizers", "numpy", "scipy", "pandas"),
     ),
     "keeper": (("starlings_coordinator.keeper",), ("torch", "transformers", "tokenizers", "scipy")),
-    "planner": (("starlings_coordinator.planner.plan",), ("torch", "transformers", "tokenizers", "grpc")),
+    "planner": (
+        ("starlings_coordinator.planner.plan", "starlings_coordinator.planner.linear.planning"),
+        ("torch", "transformers", "tokenizers", "grpc"),
+    ),
     "supervisor": (("starlings_worker.supervisor",), ("torch", "transformers", "tokenizers", "scipy")),
     "handover": (("starlings_worker.handover",), ("torch", "transformers", "tokenizers", "scipy", "numpy")),
     "command line": (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from starlings_job.memory import stage_memory
+from starlings_job.memory import HEADROOM, MemoryUse, stage_memory
 from starlings_job.profile import Profile
 from starlings_protos.messages import PlanRequest, PlanWorker, Span, Stage, WorkerId
 
@@ -92,12 +92,21 @@ class Fleet:
         sums = self._both[ranked[len(ranked) // 2].worker_id]
         return [after - before for before, after in pairwise(sums)]
 
-    def _stage_seconds(self, worker_id: WorkerId, stage: Stage, holding: Holding) -> float:
-        first, end = stage.first_block, stage.last_block + 1
+    def stage_seconds(
+        self, worker_id: WorkerId, stage: Stage, recompute: bool = False, one_slot: bool = False
+    ) -> float:
+        """Forward and backward of one microbatch through `stage`."""
+        return self.run_seconds(worker_id, stage.first_block, stage.last_block, recompute, one_slot)
+
+    def run_seconds(
+        self, worker_id: WorkerId, first: int, last: int, recompute: bool = False, one_slot: bool = False
+    ) -> float:
+        """The same through blocks first..last."""
+        end = last + 1
         seconds = self._both[worker_id][end] - self._both[worker_id][first]
-        if holding.recompute:
+        if recompute:
             seconds += self._forward[worker_id][end] - self._forward[worker_id][first]
-        return seconds * (ONE_SLOT_FACTOR if holding.slots == 1 else 1.0)
+        return seconds * (ONE_SLOT_FACTOR if one_slot else 1.0)
 
     # ------------------------------------------------------------------ memory
 
@@ -105,7 +114,15 @@ class Fleet:
         """Bytes per block while it is trained, one microbatch in flight."""
         return [float(self.need_bytes(b, b)) for b in range(len(self.profile.blocks))]
 
+    def state_bytes(self, first_block: int, last_block: int) -> float:
+        """What the blocks take without any microbatch: no holder has less for them."""
+        use = self._memory(first_block, last_block, 1, False)
+        return (use.weights + use.training) * (1 + HEADROOM)
+
     def need_bytes(self, first_block: int, last_block: int, slots: int = 1, recompute: bool = False) -> int:
+        return self._memory(first_block, last_block, slots, recompute).total
+
+    def _memory(self, first_block: int, last_block: int, slots: int, recompute: bool) -> MemoryUse:
         return stage_memory(
             self.profile,
             first_block,
@@ -114,7 +131,7 @@ class Fleet:
             microbatch=self.request.microbatch,
             slots=slots,
             recompute=recompute,
-        ).total
+        )
 
     def least_bytes(self, first_block: int, last_block: int) -> int:
         """The least with which anybody could hold the blocks."""
@@ -196,7 +213,10 @@ class Fleet:
         if holding is None:
             # It holds the span all the same, so the account of its memory is a little too high.
             holding = Holding(1, True, self.need_bytes(first, last, 1, recompute=True))
-        seconds = tuple(self._stage_seconds(worker.worker_id, stages[s], holding) for s in span.stages)
+        seconds = tuple(
+            self.stage_seconds(worker.worker_id, stages[s], holding.recompute, holding.slots == 1)
+            for s in span.stages
+        )
         return Option(span, seconds, holding)
 
 

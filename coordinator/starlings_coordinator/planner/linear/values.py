@@ -1,0 +1,124 @@
+"""What a span would be worth to a worker at given prices: where to look for better choices.
+
+With prices for microbatches between stages (`Prices.value`), every worker is a small business: it takes microbatches in
+at one boundary, does its stages, and passes them on at another, as fast as its compute and its site's link allow. By
+duality a move that does not raise a worker's worth at the optimal prices cannot raise F (to first order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from starlings_coordinator.planner.linear.node_form import Prices
+from starlings_coordinator.planner.linear.problem import Floats, Ints, Problem
+
+
+def link_bytes(problem: Problem) -> tuple[Floats, Floats]:
+    """[a, b]: bytes up and down of one microbatch that enters at stage a and leaves after stage b."""
+    nothing = np.zeros(1)
+    enter_forward = np.concatenate([nothing, problem.forward_bytes])
+    enter_backward = np.concatenate([nothing, problem.backward_bytes])
+    leave_forward = np.concatenate([problem.forward_bytes, nothing])
+    leave_backward = np.concatenate([problem.backward_bytes, nothing])
+    return (
+        enter_backward[:, None] + leave_forward[None, :],
+        enter_forward[:, None] + leave_backward[None, :],
+    )
+
+
+# How a worker's scarcity is divided among compute, up and down, for worths that are never too low.
+_WEIGHTS = tuple((4 - u - d, u, d) for u in range(5) for d in range(5 - u))
+
+
+def run_values(
+    problem: Problem, mode: int, prices: Prices, weights: tuple[Floats, Floats, Floats] | None = None
+) -> Floats:
+    """[w, a, b]: worth of passing all of a worker's microbatches through exactly stages a..b; -inf where b < a.
+
+    Args:
+        weights: per worker, of compute, up and down, adding up to 1: what it has of the three is made one resource by
+            these weights. The best run then bounds all mixtures of runs (Lagrange); without, what is scarcest decides.
+    """
+    stages = problem.stages
+    elapsed = np.concatenate(
+        [np.zeros((problem.workers, 1)), np.cumsum(problem.seconds[mode], axis=1)], axis=1
+    )
+    seconds = elapsed[:, None, 1:] - elapsed[:, :-1, None]
+    up, down = link_bytes(problem)
+    alone = problem.site_sizes[problem.site] == 1
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rate = 1 / np.maximum(seconds, 1e-12)
+        taken = [
+            size / rates[problem.site[alone], None, None]
+            for rates, size in ((problem.up, up), (problem.down, down))
+        ]
+        if weights is None:
+            rate[alone] = 1 / np.maximum(np.maximum(1 / rate[alone], taken[0]), taken[1])
+        else:
+            shares = [weight[alone][:, None, None] for weight in weights]
+            used = shares[0] / rate[alone] + shares[1] * taken[0] + shares[2] * taken[1]
+            rate[alone] = 1 / np.maximum(used, 1e-12)
+    values = rate * (prices.value[None, None, 1:] - prices.value[None, :-1, None])
+    shared = np.flatnonzero(~alone)
+    if len(shared):
+        value = site_prices(problem, prices)[problem.site[shared]]
+        values[shared] = rate[shared] * (value[:, None, 1:] - value[:, :-1, None])
+    values[:, np.arange(stages)[:, None] > np.arange(stages)[None, :]] = -np.inf
+    return np.asarray(values)
+
+
+def site_prices(problem: Problem, prices: Prices) -> Floats:
+    """[g, s]: at what price the workers of a site pass on to each other a microbatch that has passed s stages.
+
+    It lies between what others pay for one and what they ask for one, less and with what its way over the link costs.
+    """
+    # Worth per byte/s: `prices` has it per whole link.
+    up = np.where(np.isfinite(problem.up), prices.up / np.maximum(problem.up, 1e-12), 0.0)[:, None]
+    down = np.where(np.isfinite(problem.down), prices.down / np.maximum(problem.down, 1e-12), 0.0)[:, None]
+    forward = np.concatenate([[0.0], problem.forward_bytes, [0.0]])[None]
+    backward = np.concatenate([[0.0], problem.backward_bytes, [0.0]])[None]
+    sell = prices.value[None] - up * forward - down * backward
+    buy = prices.value[None] + up * backward + down * forward
+    own = np.where(np.isnan(prices.site_value), prices.value[None], prices.site_value)
+    return np.asarray(np.clip(own, sell, buy))
+
+
+def best_within(values: Floats) -> Floats:
+    """[w, a, b]: the best of all runs within stages a..b."""
+    best = values.copy()
+    stages = values.shape[1]
+    for length in range(1, stages):
+        a = np.arange(stages - length)
+        b = a + length
+        inner = np.maximum(best[:, a + 1, b], best[:, a, b - 1])
+        best[:, a, b] = np.maximum(best[:, a, b], inner)
+    return best
+
+
+def option_values(problem: Problem, prices: Prices, *, sure: bool = False) -> Floats:
+    """[o]: what each option would be worth to its worker, in parts of F.
+
+    Args:
+        sure: never too low, at a dozen times the effort. Else mixtures of runs are not looked at.
+    """
+    tried = list(_weights(problem, prices)) if sure else [None]
+    worth = np.zeros(len(problem.first))
+    for mode in np.unique(problem.mode):
+        of_mode: Ints = np.flatnonzero(problem.mode == mode)
+        place = problem.owner[of_mode], problem.first[of_mode], problem.last[of_mode]
+        each = [best_within(run_values(problem, int(mode), prices, weights))[place] for weights in tried]
+        worth[of_mode] = np.min(each, axis=0)
+    return np.maximum(worth, 0.0)
+
+
+def _weights(problem: Problem, prices: Prices) -> Iterator[tuple[Floats, Floats, Floats]]:
+    """A few for all workers alike, and those that the programme itself found where it did."""
+    ones = np.ones(problem.workers)
+    for compute, up, down in _WEIGHTS:
+        yield ones * compute / 4, ones * up / 4, ones * down / 4
+    parts = np.stack([prices.compute, prices.up[problem.site], prices.down[problem.site]])
+    whole = parts.sum(axis=0)
+    found = np.where(whole > 0, parts / np.maximum(whole, 1e-300), [[1.0], [0.0], [0.0]])
+    yield found[0], found[1], found[2]
