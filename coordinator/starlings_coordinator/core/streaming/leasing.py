@@ -87,6 +87,9 @@ class Leasing:
         held = {h.worker_id: -(-self.book.unreported(h.worker_id) // microbatch) for h in wishing}
         for member in sorted(wishing, key=lambda h: (held[h.worker_id], h.worker_id)):
             most = max(self._slots(member), min(share, HELD_AT_MOST))
+            if held[member.worker_id] > HELD_AT_MOST // 2:
+                # Else it would be granted one microbatch after the other, each a block of its own.
+                continue
             count = min(member.wish, most - held[member.worker_id])
             while count > 0:
                 granted = self.book.grant(
