@@ -10,9 +10,11 @@ from starlings_protos import bus_pb2, control_pb2
 from starlings_protos.authority import CertificateAuthority
 from starlings_protos.bus.payloads import decode
 from starlings_protos.bus.topics import all_of, parse
-from starlings_protos.identity import OWNER
+from starlings_protos.identity import OWNER, Role
+from starlings_protos.invite import parse_invite
+from starlings_worker.enrol import enrol
 from support.broker import Broker, Client, broker, free_port, needs_mosquitto
-from support.coordinator_harness import ScriptedWorker, coordinator, until
+from support.coordinator_harness import ScriptedWorker, childless, coordinator, until
 from support.prepared_job import STEPS, write_prepared_job
 
 
@@ -112,3 +114,16 @@ async def test_without_its_broker_a_job_trains_and_says_so_once(tmp_path: Path) 
     lines = [told["text"] for told in running.of("announce") if told["kind"] == "bus"]
     assert len(lines) == 1
     assert lines[0].startswith(f"The bus at {url} is away (")
+
+
+async def test_an_observer_is_shut_out_and_has_nothing_to_be_forgotten(tmp_path: Path) -> None:
+    authority = CertificateAuthority.create("test", time.time())
+    url = f"mqtts://localhost:{free_port()}"
+    async with childless(job_on(tmp_path, url, authority, "protobuf")) as running:
+        stub, channel = running.owner()
+        async with channel:
+            made = await stub.CreateInvite(control_pb2.CreateInviteRequest(role="observer"))
+            enrolled = await enrol(parse_invite(made.invite), tmp_path / "observer", role=Role.OBSERVER)
+            request = control_pb2.RevokeInviteRequest(token_id=made.token_id, workers=True)
+            reply = await stub.RevokeInvite(request)
+        assert list(reply.worker_ids) == [enrolled.membership.worker_id]

@@ -18,7 +18,7 @@ from starlings_protos.bus.address import parse_bus_url
 from starlings_protos.bus.client import BusClient
 from starlings_protos.bus.outbox import Outgoing
 from starlings_protos.bus.payloads import Form, encode
-from starlings_protos.bus.topics import Kind, Topic, client_id
+from starlings_protos.bus.topics import Kind, Topic, client_id, is_worker_id
 from starlings_protos.identity import COORDINATOR, Identity
 from starlings_protos.status import BusHealth
 
@@ -89,8 +89,9 @@ class Bulletin:
         )
 
     def forget(self, worker_id: str) -> None:
-        """Nobody shall be shown this worker any more, whatever it last said of itself."""
-        self._client.publish(*_nothing(self._job, worker_id), qos=1, retain=True)
+        """Nobody shall be shown this worker any more, whatever it last said of itself. Others never said anything."""
+        if is_worker_id(worker_id):
+            self._client.publish(*_nothing(self._job, worker_id), qos=1, retain=True)
 
     async def close(self, *, job_is_over: bool) -> None:
         """The last notices. Takes a moment, and not longer than a broker that hangs is worth."""

@@ -19,6 +19,11 @@ _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _WORKER = re.compile(r"w[0-9a-f]{16}")
 
 
+def is_worker_id(text: str) -> bool:
+    """Whether a worker may have this id. Observers, keeper and owner have others, and no topics of their own."""
+    return _WORKER.fullmatch(text) is not None
+
+
 class Kind(enum.StrEnum):
     """What a topic is for: its last level."""
 
@@ -51,7 +56,7 @@ class Topic:
             raise ValueError(
                 f"{self.kind.value} topics {'need' if self.kind in _OF_WORKER else 'have no'} worker id"
             )
-        if self.worker_id and not _WORKER.fullmatch(self.worker_id):
+        if self.worker_id and not is_worker_id(self.worker_id):
             raise ValueError(f"{self.worker_id!r} is no id of a worker")
 
     def __str__(self) -> str:
