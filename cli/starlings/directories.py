@@ -69,7 +69,7 @@ def choose_job(job: Path | None) -> Path:
     if not found:
         raise CommandError(
             f"There is no job on this machine (looked in {jobs_root()}): give --job DIR, "
-            "or start with `starlings init`.",
+            "or make one (starlings init, then starlings prepare).",
             ExitCode.USAGE,
         )
     if len(found) > 1:

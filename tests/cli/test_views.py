@@ -103,7 +103,7 @@ def test_a_waiting_job_says_what_for(recorded: Recorded) -> None:
     reply = recorded("gathering")
     assert "needs 3.1 GB more for stages 4-5" in status.status_line(reply)
     text = drawn(status.status_panel(reply, [], []))
-    assert "waiting for workers: needs 3.1 GB more" in text
+    assert "waiting for a worker: needs 3.1 GB more" in text
     assert "standby: the plan waits" in text
 
 

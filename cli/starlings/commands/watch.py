@@ -33,6 +33,8 @@ CONNECT_WITHIN_S = 15.0
 QUIET_S = 0.4
 # ... and an empty bus is believed after this long.
 EMPTY_S = 2.0
+# How far training is comes in notices, which are not retained: one a second, as long as it moves.
+PROGRESS_S = 2.5
 ONCE_WITHIN_S = 10.0
 # Silence on a bus that works is worth a word after this long.
 SILENCE_S = 5.0
@@ -164,7 +166,10 @@ def _once(ears: Ears, json_output: bool) -> None:
         known = (len(picture.members), picture.silent)
         for _ in ears.listen(QUIET_S):
             pass
-        if known == (len(picture.members), picture.silent) and (not picture.silent or elapsed_s > EMPTY_S):
+        if known != (len(picture.members), picture.silent):
+            continue
+        moves = picture.phase == "training" and picture.progress is None
+        if elapsed_s > (EMPTY_S if picture.silent else PROGRESS_S if moves else 0.0):
             break
     if json_output:
         emit(picture_record(picture))

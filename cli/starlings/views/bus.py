@@ -75,7 +75,7 @@ def _header(picture: BusPicture, now_s: float) -> Iterator[RenderableType]:
         values = [point.loss for point in picture.losses]
         yield Text.assemble(("loss ", "dim"), f"{max(values):.2f} ", (curve, "cyan"), f" {values[-1]:.2f}")
     if plan is not None and plan.waiting_for:
-        yield Text(f"waiting for {plan.waiting_for.removeprefix('waiting for ')}", style="yellow")
+        yield Text(clean_text(plan.waiting_for, TEXT_LIMIT), style="yellow")
     if picture.malformed:
         yield Text(f"{picture.malformed} messages could not be read and were dropped", style="red")
 

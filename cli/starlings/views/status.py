@@ -160,7 +160,7 @@ def header(
             Text.assemble(("loss ", "dim"), f"{max(values):.2f} ", (curve, "cyan"), f" {values[-1]:.2f}")
         )
     if reply.waiting_for:
-        lines.append(Text(f"waiting for {reply.waiting_for.removeprefix('waiting for ')}", style="yellow"))
+        lines.append(Text(reply.waiting_for, style="yellow"))
     if reply.checkpoint_trouble:
         lines.append(Text(f"no checkpoints: {reply.checkpoint_trouble}", style="yellow"))
     lines.append(bus_line(reply.bus if reply.HasField("bus") else None))
@@ -255,9 +255,7 @@ def status_panel(
 def status_line(reply: control_pb2.StatusReply) -> str:
     """One plain line, for logs and pipes."""
     if reply.phase in ("gathering", "planning", "loading"):
-        waiting = (
-            f": waiting for {reply.waiting_for.removeprefix('waiting for ')}" if reply.waiting_for else ""
-        )
+        waiting = f": {reply.waiting_for}" if reply.waiting_for else ""
         return f"{duration(reply.elapsed_s)} {reply.phase}{waiting} ({len(reply.workers)} workers)"
     return (
         f"{duration(reply.elapsed_s)} {reply.phase} step {reply.step}/{reply.steps_total} "
