@@ -56,9 +56,13 @@ class Desk:
         *,
         tokens: int = 0,
         step_s: float = 0.2,
-        begins_in_s: float = 0.0,
+        begins_in_s: float | None = None,
         incarnation: int = 1,
     ) -> list[Told]:
+        """`begins_in_s`: when the slot begins by the clock of the replica, by default the right one."""
+        clock = self.rounds.clock
+        if begins_in_s is None:
+            begins_in_s = clock.begins_at(slot) - self.now_s if slot and clock.running else 0.0
         message = RoundReady(3, slot, begins_in_s, tokens, step_s)
         return self.rounds.ready(worker_id, incarnation, message, self.tokens_done, self.now_s)
 
@@ -303,6 +307,23 @@ def test_after_a_restart_the_clock_goes_on_where_replicas_have_it() -> None:
     desk.look(3.5)
     desk.ready(A, 42)
     assert set(matches(desk.ready(B, 42))) == {(A, 0), (B, 0)}
+
+
+@pytest.mark.parametrize("off_s", [-2.0, 2.0, 25.0])
+def test_a_replica_whose_slot_begins_at_another_time_is_told_the_clock_again(off_s: float) -> None:
+    """It was frozen when it was told, and counts from when it heard it."""
+    desk = Desk(A, B).started()
+    told = desk.ready(B, 1, begins_in_s=10.0 + off_s)
+    assert [(w, m.slot, m.begins_in_s) for w, m in told if isinstance(m, SlotClock)] == [(B, 1, 10.0)]
+    # With the number that it takes for the next one it may be anywhere.
+    told = desk.ready(B, 4, begins_in_s=10.0)
+    assert [(w, m.slot) for w, m in told if isinstance(m, SlotClock)] == [(B, 1)]
+
+
+@pytest.mark.parametrize("off_s", [-0.9, 0.0, 0.9])
+def test_a_message_that_was_a_while_on_the_way_moves_no_clock(off_s: float) -> None:
+    desk = Desk(A, B).started()
+    assert desk.ready(A, 1, begins_in_s=10.0 + off_s) == []
 
 
 def test_the_first_swap_crosses_regions_and_the_interval_is_stated() -> None:

@@ -118,6 +118,26 @@ def test_twenty_clean_rounds_follow_one_failure(failure: str) -> None:
     )
 
 
+@pytest.mark.parametrize("frozen_s", [2.0, 6.5])
+def test_a_clock_that_a_frozen_replica_hears_late_is_set_right(frozen_s: float) -> None:
+    """It would count from when it heard it, and come too late for every match."""
+    world = PairWorld(11, 4)
+    began_s = next_slot_s(world, 4)
+    world.run(began_s + 0.5 * SLOT_S)
+    worker = world.workers[W0]
+    world.freeze(W0, frozen_s)
+    # As when its stream was replaced.
+    world._tell(world.coordinator.joined(W0, worker.incarnation, "", world.now_s))
+    world.run(began_s + 26 * SLOT_S)
+    world.finish()
+    assert len(world.all_lives) == 4, "it is no new life"
+    begins = dict(worker.slots_taken)
+    assert begins[5] - world.coordinator.clock.begins_at(5) > 0.9 * frozen_s
+    for slot in range(7, 27):
+        assert abs(begins[slot] - world.coordinator.clock.begins_at(slot)) < 0.2
+    assert set(world.results(since_slot=7)) == {"COMMITTED"}
+
+
 def next_slot_s(world: PairWorld, slot: int) -> float:
     world.run(30.0)
     return world.coordinator.clock.begins_at(slot)

@@ -3,6 +3,7 @@
     RoundReady -> (clock runs?) ------ no: all have spoken, or 10 s after the first -> SlotClock to all
                         | yes
                         v
+    its slot begins at another time than here -> SlotClock to it
     all are ready for slot k, or half of slot k - 1 is over -> match -> PairMatched to both sides of each pair
     a slot began -> look at step times and tokens -> perhaps SlotClock: another length from slot k + 2 on
     RoundOutcome -> OutcomeBook, LinkEstimates
@@ -11,7 +12,9 @@ A match is a whole contract. Its round id is a fingerprint of both lives, of sta
 weights, so that two sides that were told different things (by a coordinator before its restart, and after) never find
 together.
 
-Slots that are too short for replicas to get ready in time get longer.
+Slots that are too short for replicas to get ready in time get longer. A replica that was frozen hears a clock late,
+and counts from when it heard it: its slots would begin late, and its rounds be solo, for ever. So it says with its
+readiness when its next slot begins, and is told the clock again when that is wrong.
 
 What fails: a replica that is frozen says nothing, so it is matched no more after the slot in which it froze. One that
 was matched and is lost then costs its partner that swap (the partner learns of it by the new plan or by silence). One
@@ -46,6 +49,9 @@ LATEST_MATCH = 0.5
 # After so many matches in a row for which replicas came a little too late, slots get longer by this factor.
 LATE_MATCHES = 3
 LONGER = 1.5
+# A replica is told the clock again when its next slot begins this part of a slot earlier or later than it should.
+# Lower: messages that take a while on the way are taken for a wrong clock. Higher: less of a slot is left for a pair.
+CLOCK_OFF_MOST = 0.1
 
 Told = tuple[WorkerId, SlotClock | PairMatched]
 
@@ -157,7 +163,7 @@ class StageRounds:
         told: list[Told] = []
         if not self.clock.running and message.slot > 0:
             told = self._recover(message, tokens_done, now_s)
-        elif self.clock.running and message.slot == 0:
+        elif self.clock.running and (message.slot == 0 or self._is_off(message, now_s)):
             told = self._clock_for(worker_id, now_s)
         return told + self.look_at_time(tokens_done, now_s)
 
@@ -230,6 +236,11 @@ class StageRounds:
         # Who was matched for it before the restart keeps that match.
         self._matched = self._reviewed = message.slot
         return self._to_all(now_s)
+
+    def _is_off(self, message: RoundReady, now_s: float) -> bool:
+        """Whether the replica's next slot begins at another time there than here."""
+        off_s = now_s + message.begins_in_s - self.clock.begins_at(message.slot)
+        return abs(off_s) > CLOCK_OFF_MOST * self.clock.length_of(message.slot)
 
     def _step_seconds(self) -> list[float]:
         return [replica.step_s for replica in self.replicas.values() if replica.step_s > 0]
