@@ -43,6 +43,7 @@ from starlings_coordinator.store import Store, StoreMismatch, sqlite_url
 from starlings_job.prepared import JOB_FILE, checkpoint_url, load_prepared, load_profile
 from starlings_job.profile import Profile
 from starlings_job.records import RecordStore
+from starlings_job.source_ranges import SourceRange, read_sources
 from starlings_job.spec import JobSpec, load_job
 from starlings_protos import control_pb2_grpc
 from starlings_protos.channels import (
@@ -75,6 +76,7 @@ class Job:
     spec: JobSpec
     profile: Profile
     records: RecordStore
+    sources: tuple[SourceRange, ...] = ()
 
     @classmethod
     def load(cls, options: CoordinatorOptions) -> Job:
@@ -83,7 +85,10 @@ class Job:
         copy = options.directory / JOB_FILE
         if options.job_file is not None and options.job_file.read_bytes() != copy.read_bytes():
             shutil.copyfile(options.job_file, copy)  # a longer job, or other addresses: the next start knows
-        return cls(spec, load_profile(options.directory), RecordStore(options.directory))
+        profile, records = load_profile(options.directory), RecordStore(options.directory)
+        skewed = spec.data.skew is not None
+        sources = read_sources(options.directory, records.population) if skewed else ()
+        return cls(spec, profile, records, sources)
 
 
 def open_store(options: CoordinatorOptions, job: JobSpec) -> Store:
@@ -119,6 +124,7 @@ async def restore_core(job: Job, journal: Journal, key_der: bytes) -> Core:
         held_out_count=job.records.held_out_count,
         count_targets=job.records.target_count,
         assignment_key_der=key_der,
+        sources=job.sources,
     )
     saved = await journal.load()
     try:

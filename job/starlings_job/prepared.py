@@ -6,6 +6,7 @@
 | model.json, dataset.json, profile.json | the resolved model, the records' format, what each block costs |
 | tokens.bin, held_out.bin (mask.bin, held_out_mask.bin) | records, see `records.py` |
 | tokenizer/ | files that transformers' AutoTokenizer loads |
+| sources.json | which training samples are of which source, see `source_ranges.py` |
 | weights/ | version 0, a checkpoint of parameters only, see `checkpoint.py` |
 | prepared.json | written last: without it the directory is not prepared |
 """

@@ -107,6 +107,11 @@ class DataSection(Section):
     held_out: Whole = Field(default=256, ge=1, le=10**6)
     # Use about this much text and no more.
     limit: Bytes | None = None
+    # alpha of a Dirichlet distribution: with `async`, each worker that holds the first stage leases samples by a
+    # distribution over the sources of its own, to study unequal data (skew.py; Hsu et al. 2019: 100 is nearly equal, 1
+    # unequal, 0.1 a few sources each). Left out: everybody draws from everything. A source is a folder of the text, or
+    # a file that lies in none.
+    skew: Real | None = Field(default=None, gt=0, le=1e6)
 
     @field_validator("source", mode="before")
     @classmethod

@@ -102,6 +102,19 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _skew_means_something(self) -> Self:
+        if self.data.skew is not None and not self.train.streams:
+            raise ValueError(
+                f'[data] skew = {self.data.skew:g} needs [train] schedule = "async"; with "sync" each step is the '
+                "gradient of all its samples, whoever computes which, so it would change nothing: remove it"
+            )
+        if self.data.skew is not None and SHAPES in self.data.source:
+            raise ValueError(
+                '[data] skew is for text: the images of source "shapes" have no sources; remove it'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.prepared is not None:
             return self
@@ -210,6 +223,8 @@ class JobSpec(Section):
     def preparation_digest(self) -> str:
         """SHA-256 hex over what `starlings prepare` depends on; while it is equal, a preparation is good."""
         record = self.model_dump(mode="json", by_alias=True, include={"model", "data"})
+        # Who is given which samples is decided later.
+        del record["data"]["skew"]
         record["seed"], record["trainable"] = self.job.seed, list(self.train.trainable)
         if self.unties:
             record["model"]["untie"] = True

@@ -31,7 +31,8 @@ def test_uncommenting_every_default_changes_nothing() -> None:
         match = re.fullmatch(r"# ([a-z0-9_]+) = (.+)", line)
         lines.append(
             line[2:]
-            if match and match[1] not in ("config", "from", "limit", "to", "host", "sequence_length", "url")
+            if match
+            and match[1] not in ("config", "from", "limit", "skew", "to", "host", "sequence_length", "url")
             else line
         )
     assert parse_job("\n".join(lines)) == parse_job(text)

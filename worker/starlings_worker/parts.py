@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from starlings_job.apportion import apportion
+
 # Codecs quantise in blocks, usually of 64 or 128; every part begins with a whole one. Where a codec's blocks or chunks
 # are larger, the last one of a part is short, which costs a scale or some more kept values per part.
 PART_MULTIPLE_ELEMENTS = 128
@@ -24,14 +26,7 @@ def cut(size: int, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
     if abs(sum(shares) - 1.0) > 1e-6:
         raise ValueError(f"shares must add up to 1, not {sum(shares)}")
     units = -(-size // PART_MULTIPLE_ELEMENTS)
-    exact = [share * units for share in shares]
-    counts = [math.floor(e) for e in exact]
-    order = sorted(
-        (i for i, share in enumerate(shares) if share > 0), key=lambda i: (counts[i] - exact[i], i)
-    )
-    missing = units - sum(counts)
-    for position in range(missing):
-        counts[order[position % len(order)]] += 1
+    counts = apportion(units, shares)
     bounds, begin = [], 0
     for count in counts:
         end = begin + count

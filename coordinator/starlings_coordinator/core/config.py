@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlings_job.profile import Profile
+from starlings_job.source_ranges import SourceRange
 from starlings_job.spec import JobSpec
 from starlings_protos.telemetry import TELEMETRY_INTERVAL_S
 
@@ -63,6 +64,8 @@ class CoreConfig:
     # Target tokens of the given training samples (masks differ): the loss denominator of a step.
     count_targets: Callable[[tuple[int, ...]], int]
     assignment_key_der: bytes = b""
+    # Of the training samples, where `[data] skew` needs to know.
+    sources: tuple[SourceRange, ...] = ()
     timings: Timings = Timings()
     # Attempts at one step before the job fails; every one of them names its reason.
     attempts_limit: int = 20

@@ -38,6 +38,15 @@ RECORD_EVERY_S = 1.0
 RECORDS_PER_SECOND = 8.0
 
 
+# Which of what is free (by epoch, none of them empty) a worker is granted; None: something of a new epoch.
+Choose = Callable[[WorkerId, Mapping[int, Ranges]], tuple[int, Ranges] | None]
+
+
+def oldest(_worker_id: WorkerId, free: Mapping[int, Ranges]) -> tuple[int, Ranges] | None:
+    """Whoever asks: what is left of the oldest epoch."""
+    return min(free.items(), default=None)
+
+
 @dataclass(slots=True)
 class _Reported:
     """Judged, and waiting to be recorded; lost in a crash, and then reported again."""
@@ -75,20 +84,28 @@ class LeaseBook:
         self._recorded_at_s: dict[WorkerId, float] = {}
 
     def grant(
-        self, worker_id: WorkerId, count: int, epoch_samples: int, now_s: float
+        self,
+        worker_id: WorkerId,
+        count: int,
+        epoch_samples: int,
+        now_s: float,
+        *,
+        shards: int = 0,
+        choose: Choose = oldest,
     ) -> LeaseBlockGranted | None:
-        """Up to `count` samples that lie together, for the present life of the worker: of the oldest epoch that has
-        some, or of a new one with `epoch_samples`. None for a worker that was never admitted, and when `count` is 0.
+        """Up to `count` samples that lie together, for the present life of the worker: of what `choose` says, or of a
+        new epoch with `epoch_samples` (and `shards`). None for a worker that was never admitted, and when `count` is 0.
         """
         incarnation = self._incarnations.get(worker_id)
         if incarnation is None or count < 1 or epoch_samples < 1:
             return None
-        epoch, free = self._oldest_free()
-        if not free:
+        chosen = choose(worker_id, self._free())
+        if chosen is None:
             epoch = self._leased.next_epoch
-            self._record(SampleEpochOpened(epoch, epoch_samples))
-            free = ((0, epoch_samples),)
-        first, end = free[0]
+            self._record(SampleEpochOpened(epoch, epoch_samples, shards))
+            whole: Ranges = ((0, epoch_samples),)
+            chosen = choose(worker_id, {epoch: whole}) or (epoch, whole)
+        epoch, ((first, end), *_) = chosen
         granted = LeaseBlockGranted(
             self._leased.next_lease, worker_id, incarnation, epoch, first, min(end, first + count)
         )
@@ -96,12 +113,13 @@ class LeaseBook:
         self._runs_out_at_s[granted.lease] = now_s + self._lease_s
         return granted
 
-    def _oldest_free(self) -> tuple[int, Ranges]:
-        for epoch in sorted(self._leased.epochs):
-            free = minus(self._leased.epochs[epoch].free, self._reported_late(epoch))
-            if free:
-                return epoch, free
-        return -1, ()
+    def _free(self) -> dict[int, Ranges]:
+        """By epoch, where there is something."""
+        found = {
+            number: minus(epoch.free, self._reported_late(number))
+            for number, epoch in self._leased.epochs.items()
+        }
+        return {number: free for number, free in found.items() if free}
 
     def _reported_late(self, epoch: int) -> Ranges:
         """What will be acknowledged of returned blocks with the next record: free only until then."""

@@ -29,6 +29,8 @@ class SampleEpoch:
     samples: int
     free: Ranges
     acknowledged: Ranges = ()
+    # Of its order, where data are unequal.
+    shards: int = 0
 
 
 @dataclass(slots=True)
@@ -94,7 +96,8 @@ def fold_leased(leased: Leased, record: LeaseRecord) -> None:
     """Apply one record. Total: whatever a record names and is not there any more changes nothing."""
     match record:
         case SampleEpochOpened():
-            leased.epochs[record.epoch] = SampleEpoch(record.samples, ranges_of([(0, record.samples)]))
+            free = ranges_of([(0, record.samples)])
+            leased.epochs[record.epoch] = SampleEpoch(record.samples, free, shards=record.shards)
             leased.next_epoch = max(leased.next_epoch, record.epoch + 1)
         case LeaseBlockGranted():
             block = LeaseBlock(record.worker_id, record.incarnation, record.epoch, record.first, record.end)

@@ -197,10 +197,13 @@ LeasedRange = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class SampleEpochOpened:
-    """From here on the positions 0 to `samples` - 1 of this epoch are there to be leased."""
+    """From here on the positions 0 to `samples` - 1 of this epoch are there to be leased. `shards`: into how many parts
+    its order is cut where data are unequal, else 0.
+    """
 
     epoch: int
     samples: int
+    shards: int = 0
     kind: Literal["sample_epoch_opened"] = "sample_epoch_opened"
 
 

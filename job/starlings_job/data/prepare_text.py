@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from starlings_job.data.sources import (
@@ -21,6 +22,7 @@ from starlings_job.data.writer import HeldOutWriter, TokenWriter
 from starlings_job.errors import NoDataMatched
 from starlings_job.records import TOKENS, DatasetMeta, token_bytes_for
 from starlings_job.sections import DataSection
+from starlings_job.source_ranges import SourceRange, source_names, write_sources
 
 # Bytes of text per token that a subword tokenizer is taken to need when the held-out split is chosen.
 _BYTES_PER_TOKEN = 4
@@ -39,7 +41,7 @@ def write_text(
     seed: int,
     progress: Callable[[float, str], None] | None = None,
 ) -> DatasetMeta:
-    """Writes `tokens.bin`, `held_out.bin` (and masks) to `directory`.
+    """Writes `tokens.bin`, `held_out.bin` (and masks) and `sources.json` to `directory`.
 
     Args:
         base: what relative paths of the sources are relative to.
@@ -70,12 +72,18 @@ def write_text(
     )
     reader = SourceReader(data.format)
     total, next_report = sum(d.byte_count for d in documents), 0
+    names = source_names([d.file_name for d in documents])
+    source_of = {d.name: name for d, name in zip(documents, names, strict=True)}
+    marked: list[str] = []
     end = tokenizer.end_of_line if data.format == "jsonl" else tokenizer.end_of_file
     with contextlib.ExitStack() as stack:
         for opened in (reader, train):
             stack.callback(opened.close)
         for document, held_out in _parts(documents, split):
             to = held if held_out else train
+            if not held_out and marked[-1:] != [source_of[document.name]]:
+                train.mark()
+                marked.append(source_of[document.name])
             for piece in reader.pieces(document):
                 to.add(tokenizer.encode(piece.text), piece.counts)
                 to.add(end if piece.ends else (), piece.counts)
@@ -83,6 +91,7 @@ def write_text(
                     progress(reader.byte_count / total, document.name)
                     next_report = reader.byte_count + total // 200
     held.write()
+    write_sources(directory, _ranges(marked, [*train.marks, train.records]))
     if not train.records or not held.records:
         needed = (length + 1) * per_token
         raise NoDataMatched(
@@ -109,6 +118,16 @@ def write_text(
         unigram_entropy=held.entropies.unigram if byte_level else None,
         bigram_entropy=held.entropies.bigram if byte_level else None,
     )
+
+
+def _ranges(names: Sequence[str], bounds: Sequence[int]) -> list[SourceRange]:
+    """Of sources in order; one that is too small to begin a record has none."""
+    last = bounds[-1]
+    ranges = [
+        SourceRange(name, first, min(end, last) - first)
+        for name, (first, end) in zip(names, pairwise(bounds), strict=True)
+    ]
+    return [found for found in ranges if found.samples > 0]
 
 
 def _parts(documents: Sequence[Document], split: Split) -> Iterator[tuple[Document, bool]]:

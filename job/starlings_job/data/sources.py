@@ -36,6 +36,11 @@ class Document:
     overhead_bytes: int = 0
 
     @property
+    def file_name(self) -> str:
+        """Without the line's number."""
+        return self.name.removesuffix(f":{self.line}") if self.line else self.name
+
+    @property
     def text_bytes(self) -> int:
         """About how much text the document holds."""
         return max(1, self.byte_count - self.overhead_bytes)

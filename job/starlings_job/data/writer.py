@@ -37,6 +37,18 @@ class TokenWriter:
         self._tokens = token_array(token_bytes)
         self._mask = bytearray()
         self._written = 0
+        # After `close`: the first record whose first token came after each `mark`; maybe one that does not exist.
+        self.marks: list[int] = []
+        # With a mask: marks that no record was written behind yet, and how many tokens came before the buffer.
+        self._unplaced: list[int] = []
+        self._passed = 0
+
+    def mark(self) -> None:
+        """From here on the tokens are another source's."""
+        if self._mask_file is None:
+            self.marks.append(-(-(self._written + len(self._tokens)) // self._length))
+        else:
+            self._unplaced.append(self._passed + len(self._tokens))
 
     def add(self, tokens: Sequence[int], counts: bool) -> None:
         """Appends tokens. `counts`: whether they are targets; without a mask all are."""
@@ -57,6 +69,7 @@ class TokenWriter:
         """Raises OSError when the disk is full."""
         try:
             self._flush()
+            self._place(self._passed + len(self._tokens))
         finally:
             self._file.close()
             if self._mask_file is not None:
@@ -72,12 +85,20 @@ class TokenWriter:
         whole = len(self._tokens) // size * size
         for begin in range(0, whole, size):
             mask = self._mask[begin : begin + size]
+            self._place(self._passed + begin)
             if 1 in mask[1:]:
                 self._write(self._tokens[begin : begin + size])
                 self._mask_file.write(mask)
                 self._written += size
+        self._passed += whole
         del self._tokens[:whole]
         del self._mask[:whole]
+
+    def _place(self, begin: int) -> None:
+        """The next record begins with that token of all that came in, or a later one."""
+        while self._unplaced and self._unplaced[0] <= begin:
+            self._unplaced.pop(0)
+            self.marks.append(self.records)
 
     def _write(self, tokens: array.array[int]) -> None:
         self._file.write(_little_endian(tokens))

@@ -1,6 +1,7 @@
 """`async`: training without a barrier (design.md, section 6).
 
 leasing.py      blocks of samples: who gets how many, what is acknowledged, what returns
+shards.py       whose samples are which when data are unequal
 progress.py     loss, credits, the gradient's norm: what people see, and what workers are told of the swarm
 contributions.py  what each replica trained, and how much of it others have too
 exchanges.py    exchanges in pairs: pairing/ fed with holders, time and messages

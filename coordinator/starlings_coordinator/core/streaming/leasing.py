@@ -10,7 +10,7 @@ from starlings_coordinator.core.members import Member
 from starlings_coordinator.core.ranges import Range, Ranges, minus, ranges_of, size, union
 from starlings_coordinator.core.records import LeaseBlockGranted
 from starlings_coordinator.core.streaming.contributions import Contributions
-from starlings_job.sampling import samples_at
+from starlings_coordinator.core.streaming.shards import Shards
 from starlings_protos.messages import Lease, LeaseGrant, LeaseKind, MicrobatchKey, WorkerId
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class Leasing:
     def __init__(self, core: Core, contributions: Contributions) -> None:
         self._core = core
         self._contributions = contributions
+        self._shards = Shards(core)
         self._book: LeaseBook | None = None
         # Per block what its holder will not train: the block returns when nothing else of it is open.
         self._given_up: dict[int, Ranges] = {}
@@ -50,6 +51,7 @@ class Leasing:
         )
         if not recalled:
             self._return_all("training begins with a saved version")
+        self._shards.begin()
 
     def close(self) -> None:
         """No more is trained: what was reported counts, and everything else returns."""
@@ -83,6 +85,7 @@ class Leasing:
         wishing = [h for h in staying if h.here and h.wish > 0]
         if not wishing:
             return
+        self._shards.settle(h.worker_id for h in entering)
         share = -(-self._left // microbatch) // (2 * len(staying))
         held = {h.worker_id: -(-self.book.unreported(h.worker_id) // microbatch) for h in wishing}
         for member in sorted(wishing, key=lambda h: (held[h.worker_id], h.worker_id)):
@@ -93,7 +96,12 @@ class Leasing:
             count = min(member.wish, most - held[member.worker_id])
             while count > 0:
                 granted = self.book.grant(
-                    member.worker_id, count * microbatch, core.config.population, core.now.monotonic_s
+                    member.worker_id,
+                    count * microbatch,
+                    core.config.population,
+                    core.now.monotonic_s,
+                    shards=self._shards.count,
+                    choose=self._shards.choose,
                 )
                 if granted is None:
                     break
@@ -123,7 +131,7 @@ class Leasing:
         """Returns the number of microbatches."""
         core, job = self._core, self._core.config.job
         microbatch = job.train.microbatch
-        samples = samples_at(job.job.seed, core.config.population, granted.epoch, granted.first, granted.end)
+        samples = self._shards.samples_at(granted.epoch, granted.first, granted.end)
         # A constant, whatever the texts' targets are: a replica does not know with which others it will be added up.
         denominator = float(job.train.microbatches_per_inner_step * microbatch * job.tokens_per_sample)
         leases = [
@@ -158,8 +166,7 @@ class Leasing:
         return block, (first, min(block.end, first + microbatch))
 
     def samples_of(self, block: LeaseBlock, positions: Range) -> tuple[int, ...]:
-        config = self._core.config
-        return samples_at(config.job.job.seed, config.population, block.epoch, *positions)
+        return self._shards.samples_at(block.epoch, *positions)
 
     def give_up(self, key: MicrobatchKey) -> None:
         """The microbatch will not be trained under this lease."""
