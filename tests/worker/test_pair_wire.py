@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import struct
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -110,6 +111,18 @@ async def test_what_arrives_is_what_was_sent_and_both_move_by_their_share(
         assert torch.allclose(engine.weights().double(), expected, rtol=0, atol=1e-5), codec
     mean = W * engines[0].weights().double() + (1 - W) * engines[1].weights().double()
     assert torch.allclose(mean, W * zs[0] + (1 - W) * zs[1], rtol=0, atol=1e-6)
+    # Momentum likewise, where it travels: the first m is the displacement itself.
+    ms = [phi - theta for theta in thetas]
+    if momentum_codec:
+        sent = [decoded(codec, device.sent[which]["m"], start) for device in devices]
+        kept = [
+            m + share * (theirs - own)
+            for m, own, theirs, share in zip(ms, sent, sent[::-1], (1 - W, W), strict=True)
+        ]
+        assert torch.allclose(W * kept[0] + (1 - W) * kept[1], W * ms[0] + (1 - W) * ms[1], rtol=0, atol=1e-6)
+        ms = kept
+    for device, m in zip(devices, ms, strict=True):
+        assert torch.allclose(device._states[0, 0].momentum.double(), m, rtol=0, atol=1e-5), codec
 
 
 async def test_swaps_and_fragments_follow_each_other_and_each_is_averaged_once(
@@ -367,6 +380,49 @@ async def test_a_payload_that_breaks_off_can_come_again(engines: list[PairEngine
         while (answer := await partner.push(header, buffers))[0] is Refusal.BUSY:
             await asyncio.sleep(0.02)
     assert answer == (None, "")
+
+
+async def test_a_partner_that_freezes_in_its_payload_costs_the_time_of_silence_and_its_late_bytes_are_dropped(
+    engines: list[PairEngine], partner: Caller
+) -> None:
+    """The outcome is that of a slot without a partner, to the bit; and the next exchange is as if nothing had been."""
+    engine, other = engines
+    start, *steps = draws(engines, 106)
+    lonely = other.begin(start, rules())
+    other.weights().add_(steps[0])
+    other.clock(5, 0.0)
+    await other.until(lambda: True if (0, 0) in lonely._phases else None)
+    alone = other.weights().clone()
+
+    which, solo, _ = await met(engine, partner.id, 106)
+    header, buffers = payload(which, {"z": solo + 0.001, "m": solo})
+    *first, body = frames.write_transfer(header, buffers)
+    middle, thawed = len(body.chunk) // 2, asyncio.Event()
+
+    async def half() -> AsyncIterator[data_pb2.Frame]:
+        for frame in (*first, data_pb2.Frame(chunk=body.chunk[:middle])):
+            yield frame
+        await thawed.wait()
+        yield data_pb2.Frame(chunk=body.chunk[middle:])
+
+    began_s = time.monotonic()
+    late = asyncio.create_task(_answer(partner.stub.Pair(half(), metadata=partner.metadata, timeout=20)))
+    found = await outcome(engine, which)
+    assert (found.result, found.solo_reason, found.fraction) == (SwapResult.SOLO, SoloReason.SILENT, 0.0)
+    assert SILENT_S - 0.1 < time.monotonic() - began_s < 10 * SILENT_S
+    assert torch.equal(engine.weights(), alone)
+    thawed.set()
+    refusal, words = await late
+    assert refusal is Refusal.STALE, words
+    assert torch.equal(engine.weights(), alone)
+    assert which not in engine.life.computer.pairs._kept  # type: ignore[union-attr]
+
+    following = key(6)
+    for one, peer, step in zip(engines, engines[::-1], steps, strict=True):
+        one.clock(following.slot, 0.0)
+        one.match(following, peer.id, 0.5)
+        one.weights().add_(step)
+    assert [(await outcome(one, following)).result for one in engines] == [SwapResult.COMMITTED] * 2
 
 
 async def test_weights_that_the_coordinator_cannot_mean_match_nobody(engines: list[PairEngine]) -> None:
