@@ -473,11 +473,10 @@ class Engine:
     def _check_memory(self) -> None:
         """The shell keeps nothing that the core does not know of."""
         table = self.core.table
-        leased = {lease.key for lease in table.leases}
         stray = [
             key
             for key in self.tensors
-            if key not in table.held and key not in leased and key not in table.doomed
+            if key not in table.held and key not in table.leases and key not in table.doomed
         ]
         require(not stray or not self.core.loaded, f"{self.spec.worker_id} keeps {stray} for nobody")
         if self.core.loaded:

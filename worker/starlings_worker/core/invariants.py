@@ -45,8 +45,8 @@ def _check_microbatches(core: WorkerCore) -> None:
         if held.phase is Phase.AWAY:
             assert held.next_worker not in (None, core.worker_id)
         assert core.worker_id not in {hop.worker_id for hop in held.route}, f"{key} came twice"
-    for lease in table.leases:
-        assert lease.key not in table.held, f"{lease.key} is leased and held"
+    for key in table.leases:
+        assert key not in table.held, f"{key} is leased and held"
     if core.training.commit is None:
         _check_routes(core, place.workers)
     indices = [stage for stage in table.accumulated if stage not in place.span]

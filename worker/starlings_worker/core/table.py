@@ -4,7 +4,7 @@ them.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -95,7 +95,7 @@ class MicrobatchTable:
         self.place: Place | None = None
         self.epoch: Epoch = (0, 0)
         self.held: dict[MicrobatchKey, Held] = {}
-        self.leases: deque[Lease] = deque()
+        self.leases: dict[MicrobatchKey, Lease] = {}
         self.accumulated: dict[int, set[int]] = {}
         self.failed: set[MicrobatchKey] = set()
         # The whole route of each index that was accumulated in the present epoch: it may come again, but once.
@@ -136,7 +136,7 @@ class MicrobatchTable:
             if held.phase is Phase.ARRIVING:
                 return Rejection(Refusal.BUSY, "a transfer of this microbatch is under way")
             return Duplicate(receipt)
-        if any(lease.key == key for lease in self.leases):
+        if key in self.leases:
             return Rejection(Refusal.STALE, "the microbatch is leased to this worker itself")
         if self.is_entangled(key):
             return Rejection(Refusal.BUSY, "the microbatch was here before, and is not let go of yet")
@@ -243,7 +243,7 @@ class MicrobatchTable:
         earlier route is still under way here, so that it cannot be begun anew.
         """
         key = lease.key
-        if key in self.held or any(other.key == key for other in self.leases):
+        if key in self.held or key in self.leases:
             self._counters["duplicate_leases"] += 1
             return True
         over = key.kind is LeaseKind.TRAIN and (self.is_over(key) or bool(self.taken_route(key)))
@@ -256,21 +256,23 @@ class MicrobatchTable:
             if key not in self.doomed:
                 self._forget(ForgetMicrobatch(key))
             return False
-        self.leases.append(lease)
+        self.leases[key] = lease
         return True
 
     def promote(self) -> None:
         """Give free slots to leases of the present epoch, oldest first."""
         if self.place is None:
             return
-        for lease in list(self.leases):
+        begun = []
+        for key, lease in self.leases.items():
             if not self.place.may_enter(len(self.held), 0):
-                return
-            key = lease.key
+                break
             if key.kind is LeaseKind.TRAIN and not self.is_current(key):
                 continue
-            self.leases.remove(lease)
+            begun.append(key)
             self._hold(key, 0, (), lease.loss_denominator, Phase.QUEUED)
+        for key in begun:
+            del self.leases[key]
 
     def wish(self) -> int:
         """How many more leases could be begun now; one more than that where a single slot would wait for each
@@ -339,10 +341,7 @@ class MicrobatchTable:
     def drop_forward_only(self) -> None:
         """The plan changed: evaluation and generation begin again under other numbers."""
         self._drop_all(held for held in self.held.values() if not held.trains)
-        for lease in list(self.leases):
-            if lease.key.kind is not LeaseKind.TRAIN:
-                self.leases.remove(lease)
-                self._forget(ForgetMicrobatch(lease.key))
+        self._drop_leases(key for key in self.leases if key.kind is not LeaseKind.TRAIN)
 
     def begin_epoch(self, epoch: Epoch) -> None:
         """Drop what belongs to earlier epochs; what came early for this one becomes current."""
@@ -351,10 +350,9 @@ class MicrobatchTable:
         self.failed = set()
         self.routes = {}
         self._drop_all(held for held in self.held.values() if held.trains and held.epoch < epoch)
-        for lease in list(self.leases):
-            if lease.key.kind is LeaseKind.TRAIN and (lease.key.step, lease.key.attempt) < epoch:
-                self.leases.remove(lease)
-                self._forget(ForgetMicrobatch(lease.key))
+        self._drop_leases(
+            key for key in self.leases if key.kind is LeaseKind.TRAIN and (key.step, key.attempt) < epoch
+        )
 
     # ------------------------------------------------------------------ what is of the present, and what was taken
 
@@ -391,11 +389,14 @@ class MicrobatchTable:
     def reset(self, epoch: Epoch) -> None:
         """Drop everything: the span changes."""
         self._drop_all(self.held.values())
-        for lease in self.leases:
-            self._forget(ForgetMicrobatch(lease.key))
-        self.leases.clear()
+        self._drop_leases(self.leases)
         self.place = None
         self.begin_epoch(epoch)
+
+    def _drop_leases(self, keys: Iterable[MicrobatchKey]) -> None:
+        for key in list(keys):
+            del self.leases[key]
+            self._forget(ForgetMicrobatch(key))
 
     def _drop_all(self, doomed: Iterable[Held]) -> None:
         for held in sorted(doomed, key=lambda held: held.order):

@@ -99,11 +99,8 @@ class StreamTable(MicrobatchTable):
 
     def take_back_leases(self) -> tuple[MicrobatchKey, ...]:
         """Everything that has not begun, and is begun here no more."""
-        keys = tuple(lease.key for lease in self.leases if lease.key.kind is LeaseKind.TRAIN)
-        for lease in list(self.leases):
-            if lease.key.kind is LeaseKind.TRAIN:
-                self.leases.remove(lease)
-                self._forget(ForgetMicrobatch(lease.key))
+        keys = tuple(key for key in self.leases if key.kind is LeaseKind.TRAIN)
+        self._drop_leases(keys)
         return keys
 
     # ------------------------------------------------------------------ what is done, and what is over
@@ -128,10 +125,8 @@ class StreamTable(MicrobatchTable):
             self.fail(key)
             if (held := self.held.get(key)) is not None:
                 self.drop(held)
-            for lease in list(self.leases):
-                if lease.key == key:
-                    self.leases.remove(lease)
-                    self._forget(ForgetMicrobatch(key))
+            if key in self.leases:
+                self._drop_leases([key])
 
     def fail(self, key: MicrobatchKey) -> None:
         if key not in self.failed:
