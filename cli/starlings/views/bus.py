@@ -14,7 +14,8 @@ from rich.text import Text
 from starlings.views.bus_picture import TEXT_LIMIT, BusPicture, Member, presence_word
 from starlings.views.figures import count, duration, size, sparkline
 from starlings.views.status import PHASE_STYLE, STATE_STYLE, event_lines, short
-from starlings_protos import bus_pb2
+from starlings.views.streaming import age_text, steps_text
+from starlings_protos import bus_pb2, control_pb2
 from starlings_protos.errors import clean_text
 
 # Rows of the table; those in trouble come first.
@@ -85,7 +86,8 @@ def worker_table(picture: BusPicture, now_s: float, rows: int = ROWS) -> Rendera
     table = Table(box=SIMPLE_HEAD, pad_edge=False, expand=True)
     table.add_column("worker", no_wrap=True)
     table.add_column("stages", justify="center", no_wrap=True)
-    for name in ("compute", "wait", "sent/s", "seen"):
+    aged = any(member.samples and member.samples[-1].inner_steps for member in picture.members.values())
+    for name in ("compute", "wait", "sent/s", *(("steps", "stale") if aged else ()), "seen"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state", overflow="ellipsis", no_wrap=True)
     ordered = sorted(picture.members.items(), key=lambda item: (_ORDER.get(item[1].presence, 9), item[0]))
@@ -98,6 +100,7 @@ def worker_table(picture: BusPicture, now_s: float, rows: int = ROWS) -> Rendera
             f"{rates.compute:.0%}" if rates else "",
             f"{rates.wait:.0%}" if rates else "",
             size(rates.sent_bytes_per_s) if rates else "",
+            *(_age_cells(member) if aged else ()),
             duration(now_s - seen) if seen is not None else "-",
             _state(member),
         )
@@ -106,6 +109,12 @@ def worker_table(picture: BusPicture, now_s: float, rows: int = ROWS) -> Rendera
         return table
     told = ", ".join(f"{number} {word}" for word, number in picture.counts().items())
     return Group(table, Text(f"and {left_out} more; in all {told}", style="dim"))
+
+
+def _age_cells(member: Member) -> tuple[str | Text, ...]:
+    """Of a job without a barrier."""
+    newest = member.samples[-1] if member.samples else control_pb2.TelemetrySample()
+    return steps_text(newest), age_text(newest)
 
 
 def _name(worker_id: str, member: Member) -> str:

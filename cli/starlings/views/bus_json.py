@@ -58,6 +58,20 @@ def _worker(worker_id: str, member: Member, picture: BusPicture) -> dict[str, An
         "stages": picture.spans().get(worker_id),
         "seen_at_s": member.seen_at_s,
         "rates": _rates(member),
+        "ages": _ages(member),
+    }
+
+
+def _ages(member: Member) -> dict[str, float] | None:
+    """Of a job without a barrier: inner steps, and how old gradients are in them."""
+    newest = member.samples[-1] if member.samples else None
+    if newest is None or not newest.inner_steps:
+        return None
+    return {
+        "inner_steps": newest.inner_steps,
+        "staleness": newest.staleness,
+        "staleness_most": newest.staleness_most,
+        "gradients_stale": newest.gradients_stale,
     }
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from starlings.views.figures import count, duration, size, sparkline
+from starlings.views.streaming import age_text, age_words, met_text, samples_line, steps_text, streams
 from starlings_protos import control_pb2
 from starlings_protos.errors import clean_text
 
@@ -37,6 +38,8 @@ _EVENT_STYLE = {
     "suspect": "red",
     "plan": "cyan",
 }
+# Of jobs without a barrier: steps of the inner optimizer, gradients' age in them, swaps that were averaged.
+STREAMING_COLUMNS = ("steps", "stale", "pairs")
 _WORKER_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta")
 
 
@@ -109,7 +112,8 @@ def plan_matrix(reply: control_pb2.StatusReply) -> Table:
         if stage.last_block != stage.first_block:
             blocks += f"-{stage.last_block}"
         table.add_column(f"stage {index}\n[dim]blocks {blocks}[/dim]", justify="center", no_wrap=True)
-    for name in ("tokens/s", "compute", "wait", "sent"):
+    without_barrier = streams(reply)
+    for name in ("tokens/s", "compute", "wait", "sent", *(STREAMING_COLUMNS if without_barrier else ())):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state", overflow="ellipsis", no_wrap=True)
     for row, worker in enumerate(reply.workers):
@@ -126,9 +130,16 @@ def plan_matrix(reply: control_pb2.StatusReply) -> Table:
             busy,
             waiting,
             size(sum(worker.bytes_sent.values())),
+            *(_streaming_cells(worker, reply) if without_barrier else ()),
             state,
         )
     return table
+
+
+def _streaming_cells(
+    worker: control_pb2.WorkerStatus, reply: control_pb2.StatusReply
+) -> tuple[str | Text, ...]:
+    return steps_text(worker), age_text(worker), met_text(worker.worker_id, reply.exchanges)
 
 
 def _shares(worker: control_pb2.WorkerStatus) -> tuple[str, str]:
@@ -159,6 +170,8 @@ def header(
         lines.append(
             Text.assemble(("loss ", "dim"), f"{max(values):.2f} ", (curve, "cyan"), f" {values[-1]:.2f}")
         )
+    if streams(reply):
+        lines.append(samples_line(reply))
     if reply.waiting_for:
         lines.append(Text(reply.waiting_for, style="yellow"))
     if reply.checkpoint_trouble:
@@ -260,5 +273,5 @@ def status_line(reply: control_pb2.StatusReply) -> str:
     return (
         f"{duration(reply.elapsed_s)} {reply.phase} step {reply.step}/{reply.steps_total} "
         f"tokens {count(reply.tokens)}/{count(reply.tokens_total)} at {reply.tokens_per_second:,.0f}/s "
-        f"loss {reply.loss:.3f}"
+        f"loss {reply.loss:.3f}{age_words(reply)}"
     )
