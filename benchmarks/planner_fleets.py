@@ -7,9 +7,10 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from starlings_coordinator.planner.tables import ACCESS, DEVICES
+from starlings_job.devices import DEVICES
 from starlings_job.profile import BlockProfile, Profile
 from starlings_protos.messages import PlanRequest, PlanWorker, WorkerId
+from starlings_simulator.fleets.networks import ACCESS
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 # What drivers and libraries keep of a device.
@@ -36,9 +37,9 @@ def cards() -> dict[str, Card]:
     table = SHARED / "gpu_classes.csv"
     if not table.exists():
         return {
-            name: Card(d.memory_gb * 1e9 - CONTEXT_BYTES, d.flops_per_s)
+            name: Card(d.memory_bytes - CONTEXT_BYTES, d.flops_per_s)
             for name, d in DEVICES.items()
-            if d.memory_gb <= 48
+            if d.memory_gib <= 48
         }
     found = {}
     with table.open() as lines:

@@ -49,6 +49,7 @@ PURE = (
     "protos/starlings_protos/bus/payloads.py",
     "protos/starlings_protos/bus/presence.py",
     "protos/starlings_protos/bus/topics.py",
+    "job/starlings_job/devices.py",
     "job/starlings_job/schedule.py",
     "job/starlings_job/sampling.py",
     "job/starlings_job/codecs.py",
@@ -62,6 +63,7 @@ PURE = (
     "compression/starlings_compression/families.py",
     "compression/starlings_compression/policy.py",
     "compression/starlings_compression/layout.py",
+    "simulator/starlings_simulator/fleets",
     "cli/starlings/views",
 )
 IMPURE = {
@@ -204,6 +206,7 @@ PROCESSES = {
     "coordinator core": (("starlings_coordinator.core.core",), ("grpc", "asyncio", "torch", "sqlalchemy")),
     "worker core": (("starlings_worker.core.core",), ("grpc", "asyncio", "torch", "numpy")),
     "simulator": (("starlings_simulator",), ("grpc", "torch", "transformers")),
+    "fleet files": (("starlings_simulator.fleets.swarm",), ("grpc", "torch", "numpy", "scipy")),
 }
 
 

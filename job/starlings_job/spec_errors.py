@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,12 +38,14 @@ def explain_validation_error(error: ValidationError, root: type[BaseModel], wher
 
 
 def _explain(fault: Mapping[str, Any], root: type[BaseModel], where: str, text: str) -> str:
-    names = [part for part in fault["loc"] if isinstance(part, str)]
-    path, owner = _walk(names, root)
+    path, owner = _walk(fault["loc"], root)
     line = _line_of(path, text)
     place = where + (f" line {line}" if line else "")
-    kind, key = fault["type"], path[-1] if path else ""
-    section = f"[{'.'.join(path[:-1])}]" if len(path) > 1 else ""
+    kind = fault["type"]
+    key, table = (
+        ("", path) if path and isinstance(path[-1], int) else (str(path[-1]) if path else "", path[:-1])
+    )
+    section = _section(table)
     if kind == "extra_forbidden":
         allowed = [name for name in _keys(owner) if name != "prepared"]
         near = difflib.get_close_matches(key, allowed, n=1)
@@ -52,8 +55,17 @@ def _explain(fault: Mapping[str, Any], root: type[BaseModel], where: str, text: 
     if kind == "missing":
         what = f"{section} needs the key {key!r}" if section else f"the section [{key}] is missing"
         return f"{place}: {what}"
-    subject = f"{section} {key}: " if section else f"[{key}] " if key else ""
+    subject = f"{section} {key}".rstrip() + ": " if section else f"[{key}] " if key else ""
     return f"{place}: {subject}{_message(fault)}"
+
+
+def _section(path: Sequence[str | int]) -> str:
+    """`[a.b]`, or `[[a]] 2` in the second of several tables of a name."""
+    name = ".".join(part for part in path if isinstance(part, str))
+    numbers = [part for part in path if isinstance(part, int)]
+    if not name:
+        return ""
+    return f"[[{name}]] {numbers[-1] + 1}" if numbers else f"[{name}]"
 
 
 def _message(fault: Mapping[str, Any]) -> str:
@@ -69,35 +81,61 @@ def _message(fault: Mapping[str, Any]) -> str:
     return f"{message[0].lower()}{message[1:]}, not {given}"
 
 
-def _walk(names: Sequence[str], root: type[BaseModel]) -> tuple[list[str], type[BaseModel]]:
-    """The keys in an error's location (unions add their members' names), and the owner of the last one."""
-    path: list[str] = []
+def _walk(parts: Sequence[str | int], root: type[BaseModel]) -> tuple[list[str | int], type[BaseModel]]:
+    """The keys in an error's location (unions add their members' names), and the owner of the last one. Numbers are
+    kept where several tables have one name, and not within lists of values.
+    """
+    path: list[str | int] = []
     owner: type[BaseModel] = root
-    current: type[BaseModel] | None = root
-    for name in names:
-        if current is None:
+    inner: Any = root
+    for part in parts:
+        options = _alternatives(inner)
+        model = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+        table = next((o for o in options if typing.get_origin(o) is dict), None)
+        rows = next((o for o in options if typing.get_origin(o) in (tuple, list)), None)
+        if isinstance(part, int):
+            element = typing.get_args(rows)[0] if rows is not None else None
+            if not (isinstance(element, type) and issubclass(element, BaseModel)):
+                break
+            inner = element
+        elif model is not None:
+            owner = model
+            field = next((f for n, f in model.model_fields.items() if part in (n, f.alias)), None)
+            inner = field.annotation if field is not None else None
+        elif table is not None:
+            inner = typing.get_args(table)[1]
+        else:
             break
-        owner = current
-        path.append(name)
-        field = next((f for n, f in current.model_fields.items() if name in (n, f.alias)), None)
-        inner = field.annotation if field is not None else None
-        options = typing.get_args(inner) or (inner,)
-        current = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+        path.append(part)
     return path, owner
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, each without its `Annotated`."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(inner for member in typing.get_args(annotation) for inner in _alternatives(member))
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _alternatives(typing.get_args(annotation)[0])
+    return (annotation,)
 
 
 def _keys(model: type[BaseModel]) -> list[str]:
     return [field.alias or name for name, field in model.model_fields.items()]
 
 
-def _line_of(path: Sequence[str], text: str) -> int | None:
+def _line_of(path: Sequence[str | int], text: str) -> int | None:
     """Where `path` stands in TOML text: its key's line, else its section's, else None."""
-    section: list[str] = []
+    section: list[str | int] = []
+    counts: dict[tuple[str, ...], int] = {}
     best = None
     for number, line in enumerate(text.splitlines(), 1):
-        header = re.match(r"\s*\[\s*([A-Za-z0-9_.\- ]+?)\s*\]", line)
+        header = re.match(r"\s*(\[\[?)\s*([A-Za-z0-9_.\- ]+?)\s*\]", line)
         if header:
-            section = [part.strip() for part in header[1].split(".")]
+            names = tuple(part.strip() for part in header[2].split("."))
+            section = list(names)
+            if header[1] == "[[":
+                section.append(counts.setdefault(names, 0))
+                counts[names] += 1
             if section == list(path[: len(section)]) and best is None:
                 best = number
             if section == list(path):

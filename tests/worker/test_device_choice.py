@@ -55,6 +55,8 @@ def test_a_wish_that_makes_no_sense_says_what_would(wish: str, code: ExitCode):
 def test_classes_are_recognised_and_every_figure_has_a_source():
     assert GPUS[0].class_name == "rtx3060"
     assert guess_class("NVIDIA GeForce RTX 2080 Ti") == "rtx2080ti"
+    assert guess_class("NVIDIA A100-SXM4-80GB") == "a100"
+    assert guess_class("NVIDIA L40") == guess_class("NVIDIA A1000") == ""
     assert guess_class("AMD Radeon") == "" == CPU.class_name
     assert device_class("RTX-3060").memory_bytes == 12 << 30
     with pytest.raises(WorkerError, match="rtx3060"):
