@@ -233,6 +233,30 @@ def test_slots_that_are_too_short_for_replicas_get_longer_until_they_meet() -> N
     assert met > 20
 
 
+@pytest.mark.parametrize(("slow", "longer"), [((A, B, C), True), ((A, B), True), ((A,), False)])
+def test_slots_get_longer_until_most_payloads_fit(slow: tuple[WorkerId, ...], longer: bool) -> None:
+    """Who is slow needs 25 s for an exchange, by its own link or its partner's; slots begin with 10 s."""
+    desk = Desk(A, B, C).started()
+    averaged: set[WorkerId] = set()
+    for slot in range(1, 80):
+        desk.now_s = desk.rounds.clock.begins_at(slot) - 0.6 * desk.rounds.clock.length_of(slot - 1)
+        found = matches(desk.all_ready(slot))
+        desk.now_s = desk.rounds.clock.begins_at(slot) + 0.1
+        desk.look()
+        for (worker_id, _), match in found.items():
+            if match.deadline_s < 25.0 and {worker_id, match.partner} & set(slow):
+                desk.outcome(worker_id, match, SwapResult.SOLO, solo_reason=SoloReason.LATE)
+            else:
+                desk.outcome(worker_id, match, SwapResult.COMMITTED)
+                averaged.add(worker_id)
+    length_s = desk.rounds.clock.length_of(80)
+    if longer:
+        assert 25.0 <= length_s < 40.0
+        assert averaged == {A, B, C}
+    else:
+        assert length_s == 10.0
+
+
 def test_a_silent_replica_makes_no_slot_longer() -> None:
     desk = Desk(A, B).started()
     desk.all_ready(1)

@@ -24,6 +24,7 @@ that comes too late for a match sits out until the next slot. Nobody waits for a
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -40,7 +41,14 @@ from starlings_coordinator.core.pairing.weights import (
 from starlings_job.exchange_rules import ExchangeRules, Phase, pair_share
 from starlings_job.exchange_traffic import swap_bytes
 from starlings_protos.messages import WorkerId
-from starlings_protos.pair_messages import PairMatched, RoundOutcome, RoundReady, SlotClock, SwapResult
+from starlings_protos.pair_messages import (
+    PairMatched,
+    RoundOutcome,
+    RoundReady,
+    SlotClock,
+    SoloReason,
+    SwapResult,
+)
 
 # After the first replica said that it trains, the others get so long to say so before the clock starts without them.
 START_WAIT_S = 10.0
@@ -49,6 +57,12 @@ LATEST_MATCH = 0.5
 # After so many matches in a row for which replicas came a little too late, slots get longer by this factor.
 LATE_MATCHES = 3
 LONGER = 1.5
+# The same when in so many slots no swap was in time, or over more slots so many times as many were late as not: most
+# links are too slow for exchanges of this size every H steps. Lower share: one slow worker of three makes everybody's
+# slots longer.
+ALL_LATE_SLOTS = 6
+LATE_SLOTS = 12
+LATE_SHARE = 3
 # A replica is told the clock again when its next slot begins this part of a slot earlier or later than it should.
 # Lower: messages that take a while on the way are taken for a wrong clock. Higher: less of a slot is left for a pair.
 CLOCK_OFF_MOST = 0.1
@@ -128,6 +142,9 @@ class StageRounds:
         # No slot is shorter than this: replicas were too slow for shorter ones.
         self._least_slot_s = LEAST_SLOT_S
         self._late_matches = 0
+        # Swaps that were late, and in time, since that slot.
+        self._fits: Counter[bool] = Counter()
+        self._fits_from = first_slot
 
     # ------------------------------------------------------------------ who is here
 
@@ -175,6 +192,9 @@ class StageRounds:
             phase = self.settings.phase(warmup=self.clock.running and self.clock.warmup_at(message.slot))
             byte_count = self.settings.swap_bytes(phase)
             self._links.observe(worker_id, message.partner, byte_count, message.seconds)
+            self._note_fit(message.slot, in_time=True)
+        elif message.solo_reason is SoloReason.LATE:
+            self._note_fit(message.slot, in_time=False)
         return True
 
     def _replica(self, worker_id: WorkerId, incarnation: int) -> Replica | None:
@@ -267,6 +287,18 @@ class StageRounds:
         if self._late_matches >= LATE_MATCHES:
             self._late_matches = 0
             self._least_slot_s = max(self._least_slot_s, LONGER * self.clock.length_of(slot))
+
+    def _note_fit(self, slot: int, *, in_time: bool) -> None:
+        """Payloads that most swaps cannot deliver in time need longer slots; a few slow links lengthen nobody's."""
+        if not self.clock.running or self.clock.length_of(slot) < self._least_slot_s:
+            return  # A longer one is announced already.
+        self._fits[in_time] += 1
+        if slot - self._fits_from < (LATE_SLOTS if self._fits[True] else ALL_LATE_SLOTS):
+            return
+        if self._fits[False] >= LATE_SHARE * self._fits[True]:
+            self._least_slot_s = LONGER * self.clock.length_of(slot)
+        self._fits.clear()
+        self._fits_from = slot
 
     def _latest_match_at_s(self, slot: int) -> float:
         return self.clock.begins_at(slot) - LATEST_MATCH * self.clock.length_of(slot - 1)
