@@ -55,6 +55,7 @@ PURE = (
     "job/starlings_job/codecs.py",
     "job/starlings_job/memory.py",
     "job/starlings_job/exchange_rules.py",
+    "job/starlings_job/exchange_settings.py",
     "job/starlings_job/exchange_traffic.py",
     "job/starlings_job/noloco_stability.py",
     "job/starlings_job/profile.py",

@@ -20,24 +20,11 @@ from starlings_job.exchange_rules import (
     check_schedule,
     rules_for,
 )
+from starlings_job.exchange_settings import BY_SLOTS, HEEDED_BY, NONE, left_out, misplaced
 from starlings_job.sections import Codec, Real, Section, Switch, TrainSection, Whole
 
 # Of those that exchange_rules.py knows, what a job can have; "none" beside them.
-AVAILABLE = ("allreduce", "pairs")
-# What replicas that do not meet on the way are called.
-NONE = "none"
-# Settings that mean nothing to other presets.
-_OF_PAIRS = (
-    "swaps",
-    "fragments",
-    "outer_rate",
-    "outer_momentum",
-    "momentum_codec",
-    "warmup_fraction",
-    "warmup_every",
-    "warmup_swaps",
-    "seed",
-)
+AVAILABLE = ("allreduce", *BY_SLOTS)
 
 
 def _momentum_codec(value: object) -> object:
@@ -45,65 +32,84 @@ def _momentum_codec(value: object) -> object:
 
 
 class ExchangeSection(Section):
-    # "allreduce": every step, with `sync`. "pairs": with `async`, every H steps each replica steps for itself and then
-    # averages with a partner. "none": with `async`, replicas go their own ways and are averaged at the end.
-    preset: Literal["allreduce", "pairs", "none"] = "allreduce"
+    # "allreduce": every step, with `sync`. All others with `async`. "pairs": every H steps each replica steps for
+    # itself and then averages with a partner. "noloco": momentum and averaging with a partner in one formula. "palsgd":
+    # "pairs", and pulls towards the last average in between. "none": replicas go their own ways and are averaged at the
+    # end.
+    preset: Literal["allreduce", "pairs", "noloco", "palsgd", "none"] = "allreduce"
     # Use the codec also where it is known to hurt, and settings that are known to diverge.
     force: Switch = False
-    # "allreduce": how gradients travel; what a codec drops comes with the next step (error feedback). "pairs": how
+    # "allreduce": how gradients travel; what a codec drops comes with the next step (error feedback). Others: how
     # weights travel, "int8:128" when left out. Both sides use what was decoded, one's own too, so a pair's weighted
     # mean is kept exactly whatever the codec drops.
     codec: Codec = "exact"
-    # H: steps between exchanges. For "pairs" 50 when left out: a slot lasts H times the median step of a stage's
-    # replicas. Bytes fall with 1 / H, and replicas run apart for longer.
+    # H: steps between exchanges; 50 when left out, but for "allreduce". A slot lasts H times the median step of a
+    # stage's replicas. Bytes fall with 1 / H, and replicas run apart for longer.
     every: Whole = Field(default=1, ge=1, le=1_000_000)
     robust: Literal["none"] = "none"
-    # From here on "pairs" alone. Averagings with different partners in a slot. Each costs a payload; n of them bring
-    # replicas about as close as one every H / n steps (Boyd et al. 2006, section 2: the distance falls by a factor
-    # for each).
+    # From here on: exchange_settings.py says which preset heeds what. Averagings with different partners in a slot.
+    # Each costs a payload; n of them bring replicas about as close as one every H / n steps (Boyd et al. 2006, section
+    # 2: the distance falls by a factor for each).
     swaps: Whole = Field(default=2, ge=1, le=16)
     # P: slot k exchanges fragment k mod P of each stage's vector, so a slot sends a P-th, and each fragment is averaged
     # every P H steps (Douillard et al. 2025, "Streaming DiLoCo", section 2.2).
     fragments: Whole = Field(default=1, ge=1, le=1024)
     # eta and mu: Delta = phi - theta; m = mu m + Delta; theta = phi = phi - eta (Delta + mu m). That is Nesterov's
     # momentum over the displacement of H steps: Douillard et al. 2023 ("DiLoCo"), algorithm 1, with its (.7, .9).
+    # "noloco": beta and alpha of delta = alpha delta - beta Delta - gamma (phi - mean(phi)), (.7, .5) when left out
+    # (Kolehmainen et al. 2025, "NoLoCo", section 3).
     outer_rate: Real = Field(default=0.7, gt=0, le=10)
     outer_momentum: Real = Field(default=0.9, ge=0, lt=1)
     # How the outer momentum m travels, to be averaged like the weights; "none": it stays at home.
     momentum_codec: Annotated[str, BeforeValidator(_momentum_codec)] = "int4:64"
     # The warm-up: for this share of the job's tokens H is `warmup_every`, with eta = 1 and mu = 0, which is plain
     # averaging (local SGD that begins with frequent averaging: Lin et al. 2020, "Don't use large mini-batches, use
-    # local SGD", section 3). Young weights run apart fast, and momentum of a curved path points aside. 0: none.
+    # local SGD", section 3). Young weights run apart fast, and momentum of a curved path points aside. 0: none. Left
+    # out, "pairs" alone has one.
     warmup_fraction: Real = Field(default=0.2, ge=0, lt=1)
     warmup_every: Whole = Field(default=5, ge=1, le=1_000_000)
     # Swaps in a slot of the warm-up; 0: as many as later.
     warmup_swaps: Whole = Field(default=0, ge=0, le=16)
     # Who meets whom follows from this and from the job's seed.
     seed: Whole = Field(default=0, ge=0, lt=2**63)
+    # "noloco": gamma of the formula above, the pull towards the pair's mean. Replicas stay together for alpha < gamma <
+    # 2 + alpha at most (Kolehmainen et al. 2025, appendix), and for less where swaps fail: noloco_stability.py.
+    gamma: Real = Field(default=0.7, ge=0, le=10)
+    # "palsgd": p and alpha. A share p of a replica's steps is theta = theta - alpha r / p (theta - phi) with phi its
+    # last average, the others are steps of the optimizer with r / (1 - p) = `lr` (Naganuma et al. 2025,
+    # "Pseudo-Asynchronous Local SGD", algorithm 1).
+    pull_probability: Real = Field(default=0.2, ge=0, lt=1)
+    pull: Real = Field(default=0.5, ge=0, le=1000)
 
     @property
     def pairs(self) -> bool:
-        """Whether replicas exchange in pairs."""
-        return self.preset == "pairs"
+        """Whether replicas exchange beside training, by slots."""
+        return self.preset in BY_SLOTS
 
     def rules(self, train: TrainSection) -> ExchangeRules | None:
-        """The numbers of a preset that exchanges in pairs, checked; None for the others.
+        """The numbers of a preset that goes by slots, checked; None for the others.
 
         Raises:
             RuleError: they make no sense, or are known to diverge and `force` is not set.
         """
-        if not self.pairs:
+        if self.preset not in BY_SLOTS:
             return None
         warmup = Phase(self.warmup_every, 1.0, 0.0) if self.warmup_fraction > 0 else None
-        changes: dict[str, Any] = {
-            "main": Phase(self.every, self.outer_rate, self.outer_momentum),
-            "warmup": warmup,
-            "warmup_fraction": self.warmup_fraction,
+        values: dict[str, Any] = {
             "swaps": self.swaps,
             "warmup_swaps": self.warmup_swaps or None,
             "fragments": self.fragments,
-            "codec": self.codec,
             "momentum_codec": None if self.momentum_codec == NONE else self.momentum_codec,
+            "warmup_fraction": self.warmup_fraction,
+            "gamma": self.gamma,
+            "pull_probability": self.pull_probability,
+            "pull": self.pull,
+        }
+        changes: dict[str, Any] = {
+            **{key: value for key, value in values.items() if self.preset in HEEDED_BY[key]},
+            "main": Phase(self.every, self.outer_rate, self.outer_momentum),
+            "warmup": warmup,
+            "codec": self.codec,
             "inner_beta1": train.beta1,
             "inner_beta2": train.beta2,
             "max_staleness": train.max_staleness,
@@ -111,7 +117,7 @@ class ExchangeSection(Section):
             # Without that it diverges at almost every H that a job may have.
             "reset_first_moment": train.correction == "nadam",
         }
-        return rules_for("pairs", force=self.force, **changes)
+        return rules_for(self.preset, force=self.force, **changes)
 
     def check_schedule(self, schedule: str) -> None:
         """Whether the preset goes with `[train] schedule`.
@@ -130,15 +136,15 @@ class ExchangeSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _defaults_that_follow(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("preset") == "pairs":
-            defaults = rules_for("pairs")
-            return {"codec": defaults.codec, "every": defaults.main.inner_steps, **values}
+        preset = values.get("preset") if isinstance(values, dict) else None
+        if preset in BY_SLOTS:
+            return {**left_out(preset), **values}
         return values
 
     @field_validator("codec")
     @classmethod
     def _suits(cls, value: str, info: ValidationInfo) -> str:
-        role = Role.STATE if info.data.get("preset") == "pairs" else Role.GRADIENT
+        role = Role.STATE if info.data.get("preset") in BY_SLOTS else Role.GRADIENT
         return check_codec(value, role, force=info.data.get("force", False))
 
     @field_validator("momentum_codec")
@@ -157,9 +163,10 @@ class ExchangeSection(Section):
     @classmethod
     def _preset(cls, value: object) -> object:
         if value in PRESETS and value not in AVAILABLE:
+            others = ", ".join(f'"{name}"' for name in (*BY_SLOTS, NONE))
             raise ValueError(
                 f'{value!r} is not there yet (it comes in a later version); write "allreduce", or with '
-                'schedule = "async" one of "pairs" and "none"'
+                f'schedule = "async" one of {others}'
             )
         return value
 
@@ -175,17 +182,10 @@ class ExchangeSection(Section):
 
     @model_validator(mode="after")
     def _belongs_to_preset(self) -> Self:
-        if not self.pairs:
-            if self.every != 1:
-                raise RuleError(
-                    f'every = {self.every} is for preset = "pairs" (with schedule = "async"); write every = 1 with '
-                    f'"{self.preset}"'
-                )
-            fields = type(self).model_fields
-            for key in _OF_PAIRS:
-                if getattr(self, key) != fields[key].default:
-                    raise RuleError(
-                        f'{key} = {getattr(self, key)!r} is for preset = "pairs", and means nothing to '
-                        f'"{self.preset}": remove it'
-                    )
+        fields = type(self).model_fields
+        defaults = {key: fields[key].default for key in HEEDED_BY}
+        if self.preset in BY_SLOTS:
+            defaults |= left_out(self.preset)
+        if problem := misplaced(self.preset, {key: getattr(self, key) for key in HEEDED_BY}, defaults):
+            raise RuleError(problem)
         return self

@@ -4,7 +4,7 @@ The terms are those of the design's section 5. Bytes per trained parameter:
 
     4 weights + 4 gradients + optimizer (AdamW and NAdam 8, Muon 4, SGD with momentum 4, 8-bit AdamW 2.03, SGD 0)
     + 4 optimizer temporaries + 8 error feedback (lossy exchange) + 2 autocast copy + 4 per extra version
-    + 8 starting point and outer momentum, and per fragment two payloads decoded (exchanges in pairs)
+    + 8 starting point and outer momentum (NoLoCo 12), and per fragment two payloads decoded (exchanges in pairs)
 
 and per frozen parameter 4 (+ 2). Per microbatch in flight: the stage's input and its activations; with
 `recompute` the input alone, and one stage's activations once. The last stage adds the logits, their softmax
@@ -76,7 +76,9 @@ def bytes_per_parameter(
     exchange = 8.0 if pair_rules is None and keeps_residual(exchange_codec) else 0.0
     if pair_rules is not None:
         travelling = 1 if pair_rules.momentum_codec is None else 2
-        exchange = 8 + 2 * 4 * travelling / pair_rules.fragments
+        # NoLoCo sends neither of them, but a third vector.
+        kept = 12 if pair_rules.preset == "noloco" else 8
+        exchange = kept + 2 * 4 * travelling / pair_rules.fragments
     return 4 + 4 + optimizer + 4 + exchange + (2 if autocast else 0) + 4 * extra_versions
 
 

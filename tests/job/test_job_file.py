@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from starlings_job.errors import JobFileError
-from starlings_job.exchange_rules import Phase, rules_for
+from starlings_job.exchange_rules import Phase, Preset, rules_for
+from starlings_job.exchange_settings import BY_SLOTS, HEEDED_BY
 from starlings_job.presets import PRESETS
 from starlings_job.spec import JobSpec, PreparedSection, load_job, parse_job
 
@@ -45,6 +46,45 @@ def test_pairs_are_what_async_does_with_the_defaults_of_the_preset() -> None:
     assert parse_job(MINIMAL).pair_rules is None
     assert parse_job(MINIMAL + PAIRS + 'preset = "none"').pair_rules is None
     assert parse_job(MINIMAL + PAIRS + "seed = 1").digest() != job.digest()
+
+
+@pytest.mark.parametrize("preset", BY_SLOTS)
+def test_presets_by_slots_have_their_papers_numbers_when_nothing_else_is_said(preset: Preset) -> None:
+    job = parse_job(MINIMAL + PAIRS + f'preset = "{preset}"\n')
+    assert job.pair_rules == rules_for(preset, inner_beta1=job.train.beta1)
+    assert job.exchange.pairs
+    assert JobSpec.from_json(job.to_json()) == job
+
+
+@pytest.mark.parametrize("key", HEEDED_BY)
+def test_every_key_is_refused_where_nobody_heeds_it_and_reaches_the_rules_of_those_who_do(key: str) -> None:
+    """So that no number of a job file is without effect."""
+    others = {
+        "momentum_codec": '"exact"', "warmup_fraction": 0.25, "outer_rate": 0.8, "outer_momentum": 0.6, "gamma": 0.75,
+        "pull_probability": 0.3, "pull": 0.4, "warmup_swaps": 1, "swaps": 1,
+    }  # fmt: skip
+    context = {
+        "warmup_every": "warmup_fraction = 0.1\n",
+        "warmup_swaps": "swaps = 2\nwarmup_fraction = 0.1\n",
+    }
+    for preset in BY_SLOTS:
+        name = f'preset = "{preset}"\n'
+        if preset not in HEEDED_BY[key]:
+            wrong = (
+                "exact" if key == "momentum_codec" else 7 if key in ("every", "fragments", "swaps") else 0.3
+            )
+            value = 3 if key in ("warmup_swaps", "warmup_every") else wrong
+            text = f'{key} = "{value}"\n' if isinstance(value, str) else f"{key} = {value}\n"
+            assert f'means nothing to "{preset}"' in refusal(MINIMAL + PAIRS + name + text)
+            continue
+        base = name + context.get(key, "")
+        before, after = (
+            parse_job(MINIMAL + PAIRS + base + more) for more in ("", f"{key} = {others.get(key, 3)}\n")
+        )
+        if key == "swaps" and preset == "palsgd":
+            after = parse_job(MINIMAL + PAIRS + base + "swaps = 2\n")
+        assert before.digest() != after.digest()
+        assert key == "seed" or before.pair_rules != after.pair_rules, preset
 
 
 def test_every_setting_of_pairs_reaches_the_rules() -> None:
@@ -119,12 +159,28 @@ def test_microbatch_follows_batch_when_left_out() -> None:
         ),
         (
             "[exchange]\nswaps = 3",
-            'swaps = 3 is for preset = "pairs", and means nothing to "allreduce": remove',
+            'swaps = 3 is for preset = "pairs" or "palsgd" (with schedule = "async"), and means nothing to '
+            '"allreduce": remove',
         ),
         (
             '[train]\nschedule = "async"\n[exchange]\npreset = "none"\nevery = 5',
-            'write every = 1 with "none"',
+            'means nothing to "none": remove',
         ),
+        (PAIRS + "gamma = 0.9", 'gamma = 0.9 is for preset = "noloco"'),
+        (PAIRS + 'preset = "noloco"\nswaps = 2', "swaps"),
+        (
+            PAIRS + 'preset = "noloco"\nouter_momentum = 0.8',
+            "write less than 0.8 (0.5 is its paper's), or preset",
+        ),
+        (
+            PAIRS + 'preset = "noloco"\ngamma = 0.5',
+            "keeps its replicas together for gamma between 0.5 and 2.5",
+        ),
+        (PAIRS + 'preset = "noloco"\ngamma = 1.4', "drives its replicas apart when swaps fail"),
+        (PAIRS + 'preset = "noloco"\nmomentum_codec = "exact"', "momentum_codec = 'exact' is for preset"),
+        (PAIRS + 'preset = "palsgd"\npull_probability = 1.0', "less than 1"),
+        (PAIRS + 'preset = "palsgd"\ngamma = 1.0', 'means nothing to "palsgd"'),
+        ('[exchange]\npreset = "noloco"', 'needs schedule = "async"; write that'),
         (PAIRS + "outer_momentum = 1.0", "less than 1"),
         (PAIRS + "outer_rate = 0.0", "greater than 0"),
         (PAIRS + "every = 0", "greater than or equal to 1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from starlings_job.exchange_rules import rules_for
 from starlings_job.sections import TrainSection
 from starlings_protos.messages import (
     Hop,
@@ -101,6 +102,26 @@ def test_one_worker_with_all_stages_clips_by_the_joint_norm_and_others_by_their_
     come_back(other, to_b(other, 1))
     other.compute()
     assert other.one(StepStages).stages[0].clip_limit == 0.25
+
+
+def test_palsgd_pulls_between_steps_as_often_as_its_probability_says() -> None:
+    probability = 0.4
+    section = TrainSection.model_validate(
+        {"schedule": "async", "batch": 8, "microbatch": 2, "inner_batch": 1, "warmup": 0}
+    )
+    rules = StreamRules(section, 1, 256, 10**6, rules_for("palsgd", pull_probability=probability))
+    driver = Driver("me", rules=rules)
+    driver.ready(assignment((0, 0), {}, stages=1))
+    pulls = []
+    for index in range(1500):
+        driver.grant(train_key(index))
+        assert [type(driver.compute()) for _ in range(2)] == [ComputeForward, ComputeBackward]
+        pulls.append(driver.one(StepStages).stages[0].pulls)
+        driver.compute()
+    # Geometric, of mean p / (1 - p) = .667 and variance p / (1 - p)^2 = 1.11: five standard errors are .136.
+    assert abs(sum(pulls) / len(pulls) - probability / (1 - probability)) < 0.136
+    assert max(pulls) >= 4
+    assert StreamRules(section, 1, 256, 100, rules_for("pairs")).pulls(lambda: 0.0) == 0
 
 
 def test_staleness_is_measured_and_what_is_too_old_is_passed_on_and_not_added() -> None:

@@ -259,6 +259,33 @@ def test_noloco_goes_the_same_way() -> None:
     assert np.abs(after[0] - after[1]).max() < np.abs(before[0] - before[1]).max()
 
 
+def test_palsgd_pulls_every_fragment_of_the_stage_towards_its_last_average() -> None:
+    """Naganuma et al. 2025, algorithm 1, at r / (1 - p) = lr: theta -= alpha r / p (theta - phi), as often as told."""
+    pair = Pair()
+    rules = rules_for("palsgd", fragments=2, codec="exact", momentum_codec="exact")
+    device = PairDevice(rules, {3: pair.vectors[0]})
+    phi = pair.weights()[0]
+    pair.train()
+    theta = pair.weights()[0]
+    rate = 0.3 * (1 - rules.pull_probability)
+    for _ in range(3):
+        theta = theta - rules.pull * rate / rules.pull_probability * (theta - phi)
+    device.pull(2, 3, 0.3)
+    device.pull(3, 3, 0.3)
+    assert np.allclose(pair.weights()[0], theta, rtol=0, atol=1e-6)
+    # After a slot it is the new average that counts.
+    device.execute(TakeOuterStep(3, 1, 0, False, 0))
+    averaged = pair.weights()[0]
+    device.pull(3, 1, 0.3)
+    first = device.elements(3, 0)
+    assert np.array_equal(pair.weights()[0][:first], averaged[:first])
+    assert np.abs(pair.weights()[0][first:] - averaged[first:]).max() > 1e-3
+    # Others do not pull.
+    before = pair.weights()
+    pair.devices[1].pull(3, 3, 0.3)
+    assert np.array_equal(pair.weights(), before)
+
+
 def test_the_first_moment_of_the_fragment_alone_is_forgotten_where_the_rules_say_so() -> None:
     pair = Pair(fragments=2)
     rules = rules_for("pairs", fragments=2, reset_first_moment=True)

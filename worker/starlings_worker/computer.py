@@ -216,6 +216,7 @@ class Computer:
             case StepStages():
                 with self._meters.timing("compute"), self._throttle.block(), torch.no_grad():
                     stepped = step_stages(self._span(), effect)
+                    self._pull(effect)
                     self.device.synchronise()
                 return stepped
             case TakeCopy():
@@ -247,6 +248,11 @@ class Computer:
                 raise AssertionError("mostly waiting for donors: the loader's and the replayer's")
             case _:
                 assert_never(effect)
+
+    def _pull(self, effect: StepStages) -> None:
+        for step in effect.stages:
+            if step.pulls and self.pairs is not None:
+                self.pairs.pull(step.stage, step.pulls, effect.learning_rate)
 
     def _span(self) -> HeldSpan:
         if self.held is None:

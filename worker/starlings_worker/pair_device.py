@@ -38,6 +38,7 @@ from starlings_worker.outer.fragments import Bounds, cut_into_fragments
 from starlings_worker.outer.noloco import NoLoCo
 from starlings_worker.outer.outcome import Average, Refetch, Refuse, Verdict, explain
 from starlings_worker.outer.pairs import Pairs
+from starlings_worker.outer.palsgd import Palsgd
 from starlings_worker.outer.state import FragmentState, Payload
 
 WEIGHTS, MOMENTUM = "z", "m"
@@ -56,6 +57,8 @@ def rule_of(rules: ExchangeRules) -> Pairs | NoLoCo:
             return Pairs(rules)
         case "noloco":
             return NoLoCo(rules)
+        case "palsgd":
+            return Palsgd(rules)
         case _:
             raise EngineFault(f'[exchange] preset = "{rules.preset}" does not exchange in pairs')
 
@@ -195,6 +198,21 @@ class PairDevice:
         if self._rules.reset_first_moment:
             self._forget_first_moment(*place)
         return OuterStepTaken(effect.stage, effect.slot)
+
+    @torch.no_grad()
+    def pull(self, stage: int, times: int, learning_rate: float) -> None:
+        """palsgd: towards the last average of each of the stage's fragments.
+
+        Args:
+            learning_rate: of the optimizer's steps, which is the paper's rate divided by 1 - p.
+        """
+        if not isinstance(self._rule, Palsgd):
+            return
+        for _ in range(times):
+            for (of_stage, fragment), state in self._states.items():
+                if of_stage == stage:
+                    rate = learning_rate / self._rule.gradient_factor
+                    self._rule.pull(state, self._theta(stage, fragment), rate)
 
     def _forget_first_moment(self, stage: int, fragment: int) -> None:
         """It points along the steps that the outer step has just replaced."""

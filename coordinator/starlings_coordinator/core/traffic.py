@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from starlings_job.codecs import boundary_bytes, exchange_bytes
-from starlings_job.exchange_section import NONE
+from starlings_job.exchange_settings import NONE
 from starlings_job.exchange_traffic import swap_bytes
 from starlings_job.profile import Profile
 from starlings_job.spec import JobSpec

@@ -150,6 +150,7 @@ class WorkerCore:
                 self.outbox,
                 self.counters,
                 self._effects.append,
+                self._rng.random,
             )
         pairs = self.stream.pairs if self.stream is not None else None
         self.meeting = Meeting(pairs, self.flow.receipt, self.counters)

@@ -210,6 +210,8 @@ class StageStep:
     stage: int
     number: int
     clip_limit: float
+    # palsgd: pulls towards the last average that follow the step.
+    pulls: int = 0
 
 
 @dataclass(frozen=True, slots=True)

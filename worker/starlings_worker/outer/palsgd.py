@@ -3,6 +3,9 @@
     with probability p:  theta = theta - (alpha lr / p) (theta - phi)          # nothing is sent or received
     otherwise:           an inner step with the learning rate lr / (1 - p)
 
+In a job a replica takes as many pulls between two steps of the optimizer as p gives, none of which costs a gradient,
+and the job's learning rate is that of the optimizer's steps, lr / (1 - p): so p moves nothing but the pulls.
+
 Naganuma et al. 2025, "Pseudo-Asynchronous Local SGD", algorithm 1: in expectation both parts weigh as if each were done
 at every step. phi is the fragment's last average that this replica saw. Rounds are those of `pairs` here, since no
 barrier is wanted; the paper's are DiLoCo's.

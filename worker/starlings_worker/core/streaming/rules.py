@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlings_job.exchange_rules import ExchangeRules
 from starlings_job.schedule import learning_rate
 from starlings_job.sections import TrainSection
 from starlings_job.spec import JobSpec
+
+# More in a row would only be a probability near 1.
+PULLS_MOST = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +32,14 @@ class StreamRules:
     def learning_rate(self, tokens: float) -> float:
         """When the swarm has trained so many tokens: that of the step which they would make in `sync`."""
         return learning_rate(self.train, tokens / self.tokens_per_step, self.steps_total)
+
+    def pulls(self, dice: Callable[[], float]) -> int:
+        """palsgd: how many pulls come before the next step of the optimizer, p / (1 - p) on average.
+
+        Naganuma et al. 2025, "Pseudo-Asynchronous Local SGD", algorithm 1: each step is a pull with probability p.
+        """
+        probability = self.pairs.pull_probability if self.pairs is not None else 0.0
+        count = 0
+        while count < PULLS_MOST and dice() < probability:
+            count += 1
+        return count

@@ -57,8 +57,11 @@ class Stream:
         outbox: Outbox,
         counters: Counter[str],
         emit: Callable[[Effect], None],
+        dice: Callable[[], float],
     ) -> None:
+        """`dice`: uniform in [0, 1)."""
         self._rules = rules
+        self._dice = dice
         self._table = table
         self._training = training
         self._device = device
@@ -194,7 +197,8 @@ class Stream:
         for stage in due:
             self.added[stage] = 0
             self.steps[stage] += 1
-            parts.append(StageStep(stage, self.steps[stage], 0.0 if joint else clip * self._share(stage)))
+            limit = 0.0 if joint else clip * self._share(stage)
+            parts.append(StageStep(stage, self.steps[stage], limit, self._rules.pulls(self._dice)))
         self._device.push(StepStages(tuple(parts), rate, joint))
 
     def _share(self, stage: int) -> float:

@@ -1,0 +1,73 @@
+"""Which keys of `[exchange]` mean something to which preset, and what each is when it is left out. Pure.
+
+A key that a preset does not heed is refused in a job file: it would change nothing, and its author believes it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlings_job.exchange_rules import Preset, rules_for
+
+# What replicas that do not meet on the way are called.
+NONE = "none"
+# Presets that go by slots: replicas exchange beside training, and nobody waits.
+BY_SLOTS: tuple[Preset, ...] = ("pairs", "noloco", "palsgd")
+_TWO_SIDED: tuple[Preset, ...] = ("pairs", "noloco", "palsgd")
+
+# Beside `codec`, `force` and `robust`, which say themselves what they are for.
+HEEDED_BY: Mapping[str, tuple[Preset, ...]] = {
+    "every": _TWO_SIDED,
+    "swaps": ("pairs", "palsgd"),
+    "fragments": BY_SLOTS,
+    "outer_rate": _TWO_SIDED,
+    "outer_momentum": _TWO_SIDED,
+    "momentum_codec": ("pairs", "palsgd"),
+    "warmup_fraction": _TWO_SIDED,
+    "warmup_every": _TWO_SIDED,
+    "warmup_swaps": ("pairs", "palsgd"),
+    "seed": _TWO_SIDED,
+    "gamma": ("noloco",),
+    "pull_probability": ("palsgd",),
+    "pull": ("palsgd",),
+}
+
+
+def left_out(preset: Preset) -> dict[str, Any]:
+    """The preset's own numbers, also those that it cannot have otherwise."""
+    rules = rules_for(preset)
+    found = {
+        "codec": rules.codec,
+        "every": rules.main.inner_steps,
+        "swaps": rules.swaps,
+        "fragments": rules.fragments,
+        "outer_rate": rules.main.outer_rate,
+        "outer_momentum": rules.main.outer_momentum,
+        "momentum_codec": rules.momentum_codec or NONE,
+        "warmup_fraction": rules.warmup_fraction,
+        "warmup_swaps": rules.warmup_swaps or 0,
+        "gamma": rules.gamma,
+        "pull_probability": rules.pull_probability,
+        "pull": rules.pull,
+    }
+    if rules.warmup is not None:
+        found["warmup_every"] = rules.warmup.inner_steps
+    return found
+
+
+def misplaced(preset: str, given: Mapping[str, object], defaults: Mapping[str, object]) -> str:
+    """What is wrong with keys that would change nothing; "" when nothing is.
+
+    Args:
+        defaults: what they are when they are left out.
+    """
+    for key, owners in HEEDED_BY.items():
+        if preset in owners or given[key] == defaults[key]:
+            continue
+        whose = " or ".join(f'"{owner}"' for owner in owners)
+        return (
+            f'{key} = {given[key]!r} is for preset = {whose} (with schedule = "async"), and means nothing to '
+            f'"{preset}": remove it'
+        )
+    return ""
