@@ -195,7 +195,11 @@ PROCESSES = {
     ),
     "keeper": (("starlings_coordinator.keeper",), ("torch", "transformers", "tokenizers", "scipy")),
     "planner": (
-        ("starlings_coordinator.planner.plan", "starlings_coordinator.planner.linear.planning"),
+        (
+            "starlings_coordinator.planner.plan",
+            "starlings_coordinator.planner.linear.planning",
+            "starlings_coordinator.planner.dtfm.search",
+        ),
         ("torch", "transformers", "tokenizers", "grpc"),
     ),
     "supervisor": (("starlings_worker.supervisor",), ("torch", "transformers", "tokenizers", "scipy")),

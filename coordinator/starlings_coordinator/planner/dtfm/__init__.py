@@ -1,0 +1,1 @@
+"""The objective `dtfm` (COMM-COST): pipelines of equal machines by links alone, as in published scenarios."""
