@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from starlings_coordinator.core.config import CoreConfig
@@ -432,3 +433,34 @@ def test_replicas_that_differ_at_the_start_never_train() -> None:
     assert WorkerId("wb") not in world.core.members
     assert any("loaded other weights" in event.text for event in world.core.events)
     assert world.core.state.samples_trained == 0 or world.core.state.spans.keys() == {"wa", "wc"}
+
+
+def calls_of_a_report(workers: int) -> int:
+    """Of Python functions, for one microbatch that is done and one more wish."""
+    world = lazy_world(steps=10**5, spans={f"w{number:03d}": (0, 2) for number in range(workers)})
+    for fake in world.fakes.values():
+        world.say(fake, LeaseRequest(16))
+    world.settle()
+    for name in world.spans:
+        world.train(name, 1)
+    counted = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal counted
+        counted += event == "call"
+
+    fake = world.fakes[WorkerId("w003")]
+    world._work(fake, fake.leases.pop(0))
+    events, world._queue = world._queue, []
+    sys.setprofile(count)
+    try:
+        for event in events:
+            world.core.handle(event, world.now())
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+def test_what_one_says_costs_no_look_at_all_the_others() -> None:
+    """A thousand workers say something a thousand times a second."""
+    assert 50 < calls_of_a_report(100) < 1.5 * calls_of_a_report(5)

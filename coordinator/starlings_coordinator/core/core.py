@@ -137,7 +137,8 @@ class Core:
             self._signed(event, event.message)
             return (), ()
         self._dispatch(event)
-        self._go_on()
+        if not (isinstance(event, WorkerSaid) and self.schedule.is_routine(event)):
+            self._go_on()
         return self.desk.take()
 
     def _go_on(self) -> None:

@@ -80,7 +80,14 @@ class LeaseBook:
         self._in_flight_samples = in_flight_samples
         self._lease_s = lease_s
         self._runs_out_at_s = dict.fromkeys(leased.blocks, now_s + lease_s)
+        # Which blocks are out with whom. A thousand workers have thousands, and something comes of one all the time.
+        self._out: dict[WorkerId, set[int]] = {}
+        for lease, block in leased.blocks.items():
+            self._out.setdefault(block.worker_id, set()).add(lease)
         self._reported: dict[WorkerId, _Reported] = {}
+        # Of those the accepted samples; and leases that had returned before their report came.
+        self._waiting = 0
+        self._late: set[int] = set()
         self._recorded_at_s: dict[WorkerId, float] = {}
 
     def grant(
@@ -111,6 +118,7 @@ class LeaseBook:
         )
         self._record(granted)
         self._runs_out_at_s[granted.lease] = now_s + self._lease_s
+        self._out.setdefault(worker_id, set()).add(granted.lease)
         return granted
 
     def _free(self) -> dict[int, Ranges]:
@@ -124,11 +132,11 @@ class LeaseBook:
     def _reported_late(self, epoch: int) -> Ranges:
         """What will be acknowledged of returned blocks with the next record: free only until then."""
         found: Ranges = ()
-        for reported in self._reported.values():
-            for lease, ranges in reported.accepted.items():
-                returned = self._leased.returned.get(lease)
-                if returned is not None and returned.block.epoch == epoch:
-                    found = union(found, ranges)
+        for lease in self._late:
+            returned = self._leased.returned.get(lease)
+            if returned is not None and returned.block.epoch == epoch:
+                reported = self._reported[returned.block.worker_id]
+                found = union(found, reported.accepted.get(lease, ()))
         return found
 
     def report(
@@ -163,6 +171,9 @@ class LeaseBook:
             repeated = minus(new, accepted)
         if accepted:
             reported.accepted[lease] = union(reported.accepted.get(lease, ()), accepted)
+            self._waiting += size(accepted)
+            if returned is not None:
+                self._late.add(lease)
         if repeated:
             reported.repeated[lease] = union(reported.repeated.get(lease, ()), repeated)
         return ""
@@ -176,13 +187,16 @@ class LeaseBook:
         returned = self._leased.returned.get(lease)
         if returned is not None:
             known = union(known, union(returned.late, returned.repeated))
-        for reported in self._reported.values():
+        # Nobody else can report of it.
+        reported = self._reported.get(block.worker_id)
+        if reported is not None:
             known = union(known, union(reported.accepted.get(lease, ()), reported.repeated.get(lease, ())))
         return not minus(ranges_of(ranges), known)
 
     def blocks_of(self, worker_id: WorkerId) -> dict[int, LeaseBlock]:
         """What is out with the worker, without what it has reported and nobody has written down."""
-        return {lease: block for lease, block in self._leased.blocks.items() if block.worker_id == worker_id}
+        blocks = self._leased.blocks
+        return {lease: blocks[lease] for lease in sorted(self._out.get(worker_id, ()))}
 
     def unreported(self, worker_id: WorkerId) -> int:
         """How many samples the worker has yet to report."""
@@ -196,9 +210,7 @@ class LeaseBook:
     @property
     def waiting(self) -> int:
         """How many samples are reported, and will be acknowledged with the next record."""
-        return sum(
-            size(ranges) for reported in self._reported.values() for ranges in reported.accepted.values()
-        )
+        return self._waiting
 
     def write_down(self, now_s: float) -> None:
         """Record at once what was reported."""
@@ -227,18 +239,23 @@ class LeaseBook:
 
     def lost(self, worker_id: WorkerId, reason: str, now_s: float) -> None:
         """The worker is gone for good: others get at once what it had."""
-        for lease, block in sorted(self._leased.blocks.items()):
-            if block.worker_id == worker_id:
-                self._return(lease, self._in_flight_samples, reason, now_s)
+        for lease in self.blocks_of(worker_id):
+            self._return(lease, self._in_flight_samples, reason, now_s)
 
     def due(self, now_s: float) -> None:
         """Called a few times a second: records what was reported, takes back what nobody works on."""
-        workers = len({block.worker_id for block in self._leased.blocks.values()} | set(self._reported))
+        workers = len(self._out.keys() | self._reported.keys())
         every_s = max(RECORD_EVERY_S, workers / RECORDS_PER_SECOND)
         for worker_id in sorted(self._reported):
             if now_s - self._recorded_at_s.get(worker_id, float("-inf")) >= every_s:
                 self._write_down(worker_id, now_s)
-        for lease, block in sorted(self._leased.blocks.items()):
+        over = [
+            (lease, block)
+            for lease, block in self._leased.blocks.items()
+            if now_s >= self._runs_out_at_s[lease]
+            or self._incarnations.get(block.worker_id) != block.incarnation
+        ]
+        for lease, block in sorted(over):
             if lease not in self._leased.blocks:
                 continue  # see `_return`: acknowledged whole meanwhile
             if self._incarnations.get(block.worker_id) != block.incarnation:
@@ -256,9 +273,11 @@ class LeaseBook:
         if accepted or repeated:
             self._recorded_at_s[worker_id] = now_s
             self._record(SamplesAcknowledged(worker_id, accepted, repeated))
-        for lease in reported.accepted:
+        for lease, ranges in reported.accepted.items():
+            self._waiting -= size(ranges)
+            self._late.discard(lease)
             if lease not in self._leased.blocks:
-                self._runs_out_at_s.pop(lease, None)
+                self._is_in(lease, worker_id)
 
     def _return(self, lease: int, in_doubt: int, reason: str, now_s: float) -> None:
         block = self._leased.blocks.get(lease)
@@ -269,7 +288,15 @@ class LeaseBook:
         block = self._leased.blocks.get(lease)
         if block is not None:
             self._record(LeaseBlockReturned(lease, min(in_doubt, size(block.remaining)), reason))
-            self._runs_out_at_s.pop(lease, None)
+            self._is_in(lease, block.worker_id)
+
+    def _is_in(self, lease: int, worker_id: WorkerId) -> None:
+        """Nothing of it is out any more."""
+        self._runs_out_at_s.pop(lease, None)
+        out = self._out.get(worker_id, set())
+        out.discard(lease)
+        if not out:
+            self._out.pop(worker_id, None)
 
 
 def _rows(ranges_by_lease: Mapping[int, Ranges]) -> tuple[tuple[int, int, int], ...]:

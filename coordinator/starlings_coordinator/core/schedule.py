@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from starlings_coordinator.core.events import WorkerSaid
 from starlings_coordinator.core.members import Member
 from starlings_coordinator.core.patience import Patience
 from starlings_coordinator.core.phase import Phase
@@ -60,6 +61,12 @@ class Schedule(ABC):
     @abstractmethod
     def go_on(self) -> None:
         """After every event."""
+
+    def is_routine(self, said: WorkerSaid) -> bool:
+        """Whether what was said, and heard by now, is no reason to look at everybody; then its speaker alone is served,
+        and `go_on` is for the next event that is a reason, or for the next tick.
+        """
+        return False
 
     @abstractmethod
     def counts_on(self, worker_id: WorkerId) -> bool:

@@ -115,6 +115,8 @@ class Exchanges:
         self._looked_at_s = now_s
         for rounds in self.stages:
             self._note_slot(rounds)
+            count = self._contributions.count
+            self._at_look[rounds.stage] = {w: count(w, rounds.stage) for w in rounds.replicas}
             self._tell(rounds, rounds.look_at_time(self._core.state.tokens, now_s))
 
     def _follow_plan(self) -> None:
@@ -166,6 +168,7 @@ class Exchanges:
         if rounds is None:
             self._core.dropped_messages += 1
             return
+        self._note_slot(rounds)
         if not rounds.outcome(member.worker_id, member.incarnation, message):
             return
         if message.result is not SwapResult.SOLO:
@@ -236,8 +239,6 @@ class Exchanges:
             began[slot] = self._at_look[rounds.stage]
             while len(began) > SLOTS_REMEMBERED:
                 began.popitem(last=False)
-        count = self._contributions.count
-        self._at_look[rounds.stage] = {w: count(w, rounds.stage) for w in rounds.replicas}
 
     def _speak_of(self, rounds: StageRounds, member: Member, message: RoundOutcome) -> None:
         core, now_s = self._core, self._core.now.monotonic_s

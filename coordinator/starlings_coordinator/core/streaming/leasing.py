@@ -31,6 +31,8 @@ class Leasing:
         self._book: LeaseBook | None = None
         # Per block what its holder will not train: the block returns when nothing else of it is open.
         self._given_up: dict[int, Ranges] = {}
+        # With how many the rest is shared, as of the last look at all.
+        self._sharers = 1
 
     @property
     def book(self) -> LeaseBook:
@@ -41,6 +43,7 @@ class Leasing:
         """`recalled`: workers go on with what they leased of the coordinator before this one."""
         core = self._core
         self._given_up.clear()
+        self._sharers = max(1, len(core.holders))
         slots = max((planned.slots for planned in core.state.planned.values()), default=1)
         self._book = LeaseBook(
             core.state.leased,
@@ -79,38 +82,59 @@ class Leasing:
         with work for long; and nobody is refused, so that none waits for a slower one: the job may end with a few
         samples more than it asked for.
         """
-        core, microbatch = self._core, self._core.config.job.train.microbatch
+        core = self._core
         entering = [h for h in core.holders if core.state.spans[h.worker_id].first_stage == 0]
         staying = [h for h in entering if h.leaving is None] or entering
-        wishing = [h for h in staying if h.here and h.wish > 0]
-        if not wishing:
-            return
+        self._sharers = max(1, len(staying))
         self._shards.settle(h.worker_id for h in entering)
-        share = -(-self._left // microbatch) // (2 * len(staying))
-        held = {h.worker_id: -(-self.book.unreported(h.worker_id) // microbatch) for h in wishing}
+        wishing = [h for h in staying if h.here and h.wish > 0]
+        held, share = {h.worker_id: self._held(h) for h in wishing}, self._share
         for member in sorted(wishing, key=lambda h: (held[h.worker_id], h.worker_id)):
-            most = max(self._slots(member), min(share, HELD_AT_MOST))
-            if held[member.worker_id] > HELD_AT_MOST // 2:
-                # Else it would be granted one microbatch after the other, each a block of its own.
-                continue
-            count = min(member.wish, most - held[member.worker_id])
-            while count > 0:
-                granted = self.book.grant(
-                    member.worker_id,
-                    count * microbatch,
-                    core.config.population,
-                    core.now.monotonic_s,
-                    shards=self._shards.count,
-                    choose=self._shards.choose,
-                )
-                if granted is None:
-                    break
-                self._contributions.leased(member.worker_id, granted.end - granted.first)
-                made = self._send(member, granted)
-                count, member.wish = count - made, max(0, member.wish - made)
+            self._grant(member, held[member.worker_id], share)
+
+    def grant_to(self, member: Member) -> None:
+        """To one that may just have asked, without a look at all the others. Who leaves is left to `grant`."""
+        span = self._core.state.spans.get(member.worker_id)
+        if (
+            span is not None
+            and span.first_stage == 0
+            and member.here
+            and member.leaving is None
+            and member.wish
+        ):
+            self._grant(member, self._held(member), self._share)
 
     @property
-    def _left(self) -> int:
+    def _share(self) -> int:
+        """Microbatches that one may hold."""
+        return -(-self.left // self._core.config.job.train.microbatch) // (2 * self._sharers)
+
+    def _held(self, member: Member) -> int:
+        return -(-self.book.unreported(member.worker_id) // self._core.config.job.train.microbatch)
+
+    def _grant(self, member: Member, held: int, share: int) -> None:
+        core, microbatch = self._core, self._core.config.job.train.microbatch
+        if held > HELD_AT_MOST // 2:
+            # Else it would be granted one microbatch after the other, each a block of its own.
+            return
+        count = min(member.wish, max(self._slots(member), min(share, HELD_AT_MOST)) - held)
+        while count > 0:
+            granted = self.book.grant(
+                member.worker_id,
+                count * microbatch,
+                core.config.population,
+                core.now.monotonic_s,
+                shards=self._shards.count,
+                choose=self._shards.choose,
+            )
+            if granted is None:
+                break
+            self._contributions.leased(member.worker_id, granted.end - granted.first)
+            made = self._send(member, granted)
+            count, member.wish = count - made, max(0, member.wish - made)
+
+    @property
+    def left(self) -> int:
         """Samples until the job's budget is spent, of those that nobody has reported."""
         job, done = self._core.config.job, self._core.state.samples_trained + self.book.waiting
         return max(0, job.steps_total * job.train.batch - done)
@@ -119,7 +143,7 @@ class Leasing:
         """Write down what is due, or everything when that is the end."""
         now_s = self._core.now.monotonic_s
         self.book.due(now_s)
-        if self.book.waiting and not self._left:
+        if self.book.waiting and not self.left:
             self.book.write_down(now_s)
         self.return_given_up()
 

@@ -52,7 +52,9 @@ class Shards:
 
     def settle(self, workers: Iterable[WorkerId]) -> None:
         """These hold the first stage: each has a place from now on, earlier ones the lower ones."""
-        present = list(workers)
+        if self._core.config.job.data.skew is None:
+            return
+        present = dict.fromkeys(workers)
         self._places = {w: place for w, place in self._places.items() if w in present}
         for worker_id in present:
             if worker_id not in self._places:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from starlings_coordinator.core.events import WorkerSaid
 from starlings_coordinator.core.members import Member
 from starlings_coordinator.core.phase import Phase
 from starlings_coordinator.core.records import SamplesUnmerged
@@ -24,6 +25,7 @@ from starlings_coordinator.core.streaming.newcomers import StreamJoining
 from starlings_coordinator.core.streaming.progress import Progress, way_flaw
 from starlings_protos.messages import (
     ExchangeFailed,
+    LeaseRequest,
     MicrobatchDone,
     MicrobatchFailed,
     Prepared,
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
 
 # Failures of the same samples, under whatever lease, before they are believed to be at fault.
 FAILURES_OF_SAMPLES = 3
+# What is said all the time, by everybody. A look at all workers and all that they have leased takes a while, so these
+# bring one about every so often at most; others do each time.
+ROUTINE = (LeaseRequest, MicrobatchDone, StageReport, RoundReady, RoundOutcome)
+LOOK_EVERY_S = 0.1
 
 
 class Streaming(Schedule):
@@ -51,6 +57,7 @@ class Streaming(Schedule):
         self.copies = Copies(core, joining, lambda member: not self.leasing.has_leased(member.worker_id))
         self._recalled = False
         self._moved_at_s = 0.0
+        self._looked_at_s = float("-inf")
         # Since the last success, and by (epoch, position).
         self._failures_in_a_row = 0
         self._failures: dict[tuple[int, int], int] = {}
@@ -81,8 +88,19 @@ class Streaming(Schedule):
             "restarted", f"{reason}; {len(core.state.spans)} workers go on with what they leased"
         )
 
+    def is_routine(self, said: WorkerSaid) -> bool:
+        core = self._core
+        early = core.phase is Phase.TRAINING and core.now.monotonic_s - self._looked_at_s < LOOK_EVERY_S
+        if not (early and isinstance(said.message, ROUTINE) and self.leasing.left):
+            return False
+        member = core.members.get(said.worker_id)
+        if member is not None and member.session == said.session:
+            self.leasing.grant_to(member)
+        return True
+
     def go_on(self) -> None:
         core = self._core
+        self._looked_at_s = core.now.monotonic_s
         if core.phase is not Phase.TRAINING:
             return
         self.leasing.acknowledge()
