@@ -60,7 +60,7 @@ class Lease:
     acknowledged: set[int] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
     repeated: set[int] = field(default_factory=set)
-    in_doubt: int = 0
+    in_doubt: set[int] = field(default_factory=set)
 
     @property
     def positions(self) -> set[int]:
@@ -78,6 +78,9 @@ class Twin:
         self.recorded_at_s: dict[WorkerId, float] = {}
         # What somebody said to have trained, and no record names yet.
         self.said: set[tuple[int, int]] = set()
+        # Free, and perhaps trained without a report; and what was trained again.
+        self.in_doubt: set[tuple[int, int]] = set()
+        self.repeated = 0
 
     def hear(self, record: Record, now_s: float, forced: bool) -> None:
         match record:
@@ -95,6 +98,8 @@ class Twin:
                 for position in lease.positions:
                     assert self.where[record.epoch, position] == "free"
                     self.where[record.epoch, position] = record.lease
+                    self.repeated += (record.epoch, position) in self.in_doubt
+                    self.in_doubt.discard((record.epoch, position))
                 assert record.lease not in self.leases
                 self.leases[record.lease] = lease
             case SamplesAcknowledged():
@@ -110,9 +115,10 @@ class Twin:
                 assert life_is_over or lease.may_return or now_s >= lease.runs_out_at_s, (
                     "taken back too early"
                 )
-                lease.open, lease.in_doubt = False, record.in_doubt
                 rest = lease.positions - lease.acknowledged
                 assert 0 <= record.in_doubt <= len(rest)
+                lease.open, lease.in_doubt = False, set(sorted(rest)[: record.in_doubt])
+                self.in_doubt |= {(lease.granted.epoch, position) for position in lease.in_doubt}
                 for position in rest:
                     assert self.where[lease.granted.epoch, position] == record.lease
                     self.where[lease.granted.epoch, position] = "free"
@@ -136,6 +142,7 @@ class Twin:
                     lease.late.add(position)
                 assert position in lease.positions
                 self.where[key] = "done"
+                self.in_doubt.discard(key)
             if lease.acknowledged == lease.positions:
                 lease.open = False
         for number, first, end in record.repeated:
@@ -144,16 +151,12 @@ class Twin:
             for position in range(first, end):
                 assert position in lease.positions - lease.acknowledged - lease.late - lease.repeated
                 lease.repeated.add(position)
+                # What was in doubt was counted when others got it.
+                self.repeated += position not in lease.in_doubt
 
     @property
     def acknowledged(self) -> int:
         return list(self.where.values()).count("done")
-
-    @property
-    def repeated(self) -> int:
-        return sum(
-            max(len(lease.repeated), lease.in_doubt - len(lease.late)) for lease in self.leases.values()
-        )
 
 
 class Books(RuleBasedStateMachine):
@@ -175,7 +178,7 @@ class Books(RuleBasedStateMachine):
             self.state.incarnations,
             self.record,
             now_s=self.now_s,
-            in_flight_samples=IN_FLIGHT,
+            in_doubt=lambda worker_id, now_s: IN_FLIGHT,
         )
 
     def record(self, record: Record) -> None:
@@ -316,7 +319,11 @@ class Desk:
     def book(self, now_s: float = 0.0) -> LeaseBook:
         state = self.state
         return LeaseBook(
-            state.leased, state.incarnations, self.record, now_s=now_s, in_flight_samples=IN_FLIGHT
+            state.leased,
+            state.incarnations,
+            self.record,
+            now_s=now_s,
+            in_doubt=lambda worker_id, now_s: IN_FLIGHT,
         )
 
 
@@ -352,15 +359,27 @@ def test_a_block_outlives_an_outage_and_returns_when_its_lease_has_run_again(des
     assert granted.lease in desk.state.leased.blocks
     book.due(6 * LEASE_S)
     assert granted.lease not in desk.state.leased.blocks
-    # All of it may have been trained out there; a report says how much was.
-    assert desk.state.leased.samples_repeated == 4
-    assert book.report(WORKERS[0], 1, granted.lease, [(0, 3)], 6 * LEASE_S) == ""
+    assert desk.state.leased.samples_repeated == 0
+    # What it trains after that, it reports; only what others have got meanwhile is trained twice.
+    assert book.report(WORKERS[0], 1, granted.lease, [(0, 2)], 6 * LEASE_S) == ""
     book.due(6 * LEASE_S + 1.0)
-    assert desk.state.leased.samples_acknowledged == 3
+    again = book.grant(WORKERS[1], 1, SAMPLES, 6 * LEASE_S + 1.0)
+    assert again is not None
+    assert (again.first, again.end) == (2, 3)
+    assert desk.state.leased.samples_repeated == 1, "it may have been in flight"
+    another = book.grant(WORKERS[1], 1, SAMPLES, 6 * LEASE_S + 1.0)
+    assert another is not None
+    assert (another.first, another.end) == (3, 4)
     assert desk.state.leased.samples_repeated == 1
+    assert book.report(WORKERS[0], 1, granted.lease, [(2, 4)], 6 * LEASE_S + 2.0) == ""
+    book.due(6 * LEASE_S + 3.0)
+    assert desk.state.leased.samples_acknowledged == 2
+    assert desk.state.leased.samples_repeated == 2
 
 
-def test_a_replaced_life_is_fenced_and_what_it_trained_counts_as_repeated(desk: Desk) -> None:
+def test_a_replaced_life_is_fenced_and_what_it_had_in_flight_counts_when_it_is_leased_again(
+    desk: Desk,
+) -> None:
     book = desk.book()
     granted = book.grant(WORKERS[0], 6, SAMPLES, 0.0)
     assert granted is not None
@@ -369,14 +388,30 @@ def test_a_replaced_life_is_fenced_and_what_it_trained_counts_as_repeated(desk: 
     book.due(1.1)
     # The report of its lifetime counts; of the other four at most three were in flight.
     assert desk.state.leased.samples_acknowledged == 2
-    assert desk.state.leased.samples_repeated == IN_FLIGHT
-    assert book.report(WORKERS[0], 1, granted.lease, [(0, 6)], 2.0) == ""
-    book.due(3.0)
-    assert desk.state.leased.samples_acknowledged == 2
-    assert desk.state.leased.samples_repeated == 4
+    assert desk.state.leased.samples_repeated == 0
     again = book.grant(WORKERS[0], 6, SAMPLES, 3.0)
     assert again is not None
     assert (again.first, again.end, again.incarnation) == (2, 8, 2)
+    assert desk.state.leased.samples_repeated == IN_FLIGHT
+    assert book.report(WORKERS[0], 1, granted.lease, [(0, 6)], 4.0) == ""
+    book.due(5.0)
+    assert desk.state.leased.samples_acknowledged == 2
+    assert desk.state.leased.samples_repeated == 4
+
+
+def test_of_several_blocks_the_oldest_are_in_flight_and_only_what_is_begun_again_is_repeated(
+    desk: Desk,
+) -> None:
+    book = desk.book()
+    blocks = [book.grant(WORKERS[0], 2, SAMPLES, 0.0) for _ in range(3)]
+    assert all(blocks)
+    book.lost(WORKERS[0], "its machine burnt down", 1.0)
+    returned = [r.in_doubt for r in desk.records if isinstance(r, LeaseBlockReturned)]
+    assert returned == [2, 1, 0]
+    assert book.grant(WORKERS[1], 6, SAMPLES, 1.0) is not None
+    book.lost(WORKERS[1], "so did this one's, before it began", 1.0, in_doubt=0)
+    assert book.grant(WORKERS[2], 6, SAMPLES, 1.0) is not None
+    assert desk.state.leased.samples_repeated == IN_FLIGHT
 
 
 def test_blocks_that_are_trained_to_their_ends_are_not_returned_with_others_of_their_worker(

@@ -16,11 +16,14 @@ from support.pair_streaming import StreamingWorld
 def test_no_promise_is_broken_under_random_trouble(seeds: range) -> None:
     """As with the coordinator's half alone; and no round id comes twice, whoever is started again."""
     seen: Counter[str] = Counter()
+    wrong = []
     for seed in seeds:
         try:
             seen += play(seed, StreamingWorld).results()
         except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+            # The others are played all the same.
+            wrong.append(f"seed {seed}: {error}")
+    assert not wrong, "\n".join(wrong)
     assert seen["COMMITTED"] > 5 * len(seeds)
     kinds = ("LATE", "NOT_MATCHED") if len(seeds) < 100 else ("LATE", "NOT_MATCHED", "REFUSED", "FENCED")
     for kind in kinds:

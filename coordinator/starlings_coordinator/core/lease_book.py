@@ -7,8 +7,9 @@ the coordinator is away, and reports ranges as they are done. Promises:
 - nobody hears of a block before its record is stored (effects leave after records, like everywhere in the core);
 - a life of a worker (`incarnation`) that was replaced can neither lease nor acknowledge;
 - after a restart an unacknowledged block counts as leased until it is reported, or its full lease has run again;
-- what was trained twice is counted. The number is exact for what is reported. What a lost worker trained last is
-  unknown: at most what it may have in flight, for a worker whose lease ran out at most all that it had.
+- what is trained twice is counted. The number is exact for what is reported. What a worker began last and did not
+  report is unknown: `in_doubt` says how much that is at most, and blocks are begun in their order, so it is the first
+  of what is left of them. It counts when it is leased again: what nobody begins a second time is not repeated.
 
 Time is the coordinator's suspend-aware monotonic clock, so wall clocks do not matter, and leases run while the machine
 sleeps, as they do at the workers. `sync` leases microbatches of one step instead (ledger.py).
@@ -65,19 +66,19 @@ class LeaseBook:
         record: Callable[[Record], None],
         *,
         now_s: float,
-        in_flight_samples: int,
+        in_doubt: Callable[[WorkerId, float], int],
         lease_s: float = LEASE_S,
     ) -> None:
         """Also after a restart: every block's full lease begins now.
 
         Args:
             leased, incarnations: of the durable state; read here, changed by the fold.
-            in_flight_samples: how many samples a worker may have begun and not reported, at most.
+            in_doubt: how many samples of all its blocks a worker may have begun by now and not reported, at most.
         """
         self._leased = leased
         self._incarnations = incarnations
         self._record = record
-        self._in_flight_samples = in_flight_samples
+        self._in_doubt = in_doubt
         self._lease_s = lease_s
         self._runs_out_at_s = dict.fromkeys(leased.blocks, now_s + lease_s)
         # Which blocks are out with whom. A thousand workers have thousands, and something comes of one all the time.
@@ -237,10 +238,20 @@ class LeaseBook:
         self._return(lease, max(0, begun), "the worker gave it back", now_s)
         return ""
 
-    def lost(self, worker_id: WorkerId, reason: str, now_s: float) -> None:
-        """The worker is gone for good: others get at once what it had."""
-        for lease in self.blocks_of(worker_id):
-            self._return(lease, self._in_flight_samples, reason, now_s)
+    def lost(self, worker_id: WorkerId, reason: str, now_s: float, in_doubt: int | None = None) -> None:
+        """The worker is gone for good: others get at once what it had. `in_doubt`: None where it is as usual."""
+        self._write_down(worker_id, now_s)
+        for lease, doubt in self._doubts(worker_id, now_s, in_doubt).items():
+            self._return(lease, doubt, reason, now_s)
+
+    def _doubts(self, worker_id: WorkerId, now_s: float, in_doubt: int | None = None) -> dict[int, int]:
+        """By block of the worker: how many samples of it are in doubt."""
+        left = self._in_doubt(worker_id, now_s) if in_doubt is None else in_doubt
+        doubts = {}
+        for lease, block in self.blocks_of(worker_id).items():
+            doubts[lease] = min(left, size(block.remaining))
+            left -= doubts[lease]
+        return doubts
 
     def due(self, now_s: float) -> None:
         """Called a few times a second: records what was reported, takes back what nobody works on."""
@@ -260,10 +271,13 @@ class LeaseBook:
                 continue  # see `_return`: acknowledged whole meanwhile
             if self._incarnations.get(block.worker_id) != block.incarnation:
                 reason = f"a new life of {block.worker_id} began"
-                self._return(lease, self._in_flight_samples, reason, now_s)
             elif now_s >= self._runs_out_at_s[lease]:
-                # Cut off, perhaps, and training all the while.
-                self._return(lease, block.end - block.first, "its lease ran out", now_s)
+                # What of it is trained from here on is reported, or its worker is given up.
+                reason = "its lease ran out"
+            else:
+                continue
+            self._write_down(block.worker_id, now_s)
+            self._return(lease, self._doubts(block.worker_id, now_s).get(lease, 0), reason, now_s)
 
     def _write_down(self, worker_id: WorkerId, now_s: float) -> None:
         reported = self._reported.pop(worker_id, None)

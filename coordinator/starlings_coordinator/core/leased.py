@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from starlings_coordinator.core.ranges import Ranges, meet, minus, ranges_of, size, union
+from starlings_coordinator.core.ranges import Ranges, first_of, meet, minus, ranges_of, size, union
 from starlings_coordinator.core.records import (
     LeaseBlockGranted,
     LeaseBlockReturned,
@@ -31,6 +31,8 @@ class SampleEpoch:
     acknowledged: Ranges = ()
     # Of its order, where data are unequal.
     shards: int = 0
+    # Of what is free: what somebody may have trained without a report.
+    in_doubt: Ranges = ()
 
 
 @dataclass(slots=True)
@@ -52,15 +54,11 @@ class LeaseBlock:
 @dataclass(slots=True)
 class ReturnedBlock:
     block: LeaseBlock
-    in_doubt: int
+    # Counted when it was leased again.
+    in_doubt: Ranges
     # What was reported later: still free then, and thus acknowledged; or not, and thus trained twice.
     late: Ranges = ()
     repeated: Ranges = ()
-
-    @property
-    def samples_repeated(self) -> int:
-        """What was certainly trained twice, or more when a part of what was in doubt has not been heard of."""
-        return max(size(self.repeated), self.in_doubt - size(self.late))
 
 
 @dataclass(slots=True)
@@ -76,6 +74,8 @@ class Leased:
     samples_acknowledged: int = 0
     # At most this many samples were applied more than once in an epoch.
     samples_repeated: int = 0
+    # Blocks below this number are of weights that are lost: nothing that is said of them counts.
+    first_valid: int = 0
 
     def validate(self) -> None:
         """Invariants; raises AssertionError."""
@@ -86,6 +86,7 @@ class Leased:
             everything = ranges_of(pair for part in parts for pair in part)
             assert everything == ((0, epoch.samples),), f"epoch {number} has a gap"
             assert size(epoch.acknowledged) < epoch.samples
+            assert not minus(epoch.in_doubt, epoch.free)
         for block in self.blocks.values():
             assert block.epoch in self.epochs
             assert block.remaining
@@ -104,6 +105,8 @@ def fold_leased(leased: Leased, record: LeaseRecord) -> None:
             leased.blocks[record.lease] = block
             epoch = leased.epochs[record.epoch]
             epoch.free = minus(epoch.free, block.remaining)
+            leased.samples_repeated += size(meet(epoch.in_doubt, block.remaining))
+            epoch.in_doubt = minus(epoch.in_doubt, block.remaining)
             leased.next_lease = max(leased.next_lease, record.lease + 1)
         case SamplesAcknowledged():
             for lease, first, end in record.accepted:
@@ -111,16 +114,17 @@ def fold_leased(leased: Leased, record: LeaseRecord) -> None:
             for lease, first, end in record.repeated:
                 returned = leased.returned.get(lease)
                 if returned is not None:
-                    before = returned.samples_repeated
-                    returned.repeated = union(returned.repeated, ranges_of([(first, end)]))
-                    leased.samples_repeated += returned.samples_repeated - before
+                    new = minus(ranges_of([(first, end)]), returned.repeated)
+                    leased.samples_repeated += size(minus(new, returned.in_doubt))
+                    returned.repeated = union(returned.repeated, new)
         case LeaseBlockReturned():
             gone = leased.blocks.pop(record.lease, None)
             if gone is not None:
                 epoch = leased.epochs[gone.epoch]
+                in_doubt = first_of(gone.remaining, record.in_doubt)
                 epoch.free = union(epoch.free, gone.remaining)
-                leased.returned[record.lease] = ReturnedBlock(gone, record.in_doubt)
-                leased.samples_repeated += record.in_doubt
+                epoch.in_doubt = union(epoch.in_doubt, in_doubt)
+                leased.returned[record.lease] = ReturnedBlock(gone, in_doubt)
                 while len(leased.returned) > RETURNED_LIMIT:
                     del leased.returned[min(leased.returned)]
         case _:
@@ -133,15 +137,15 @@ def _accept(leased: Leased, lease: int, ranges: Ranges) -> None:
         if not block.remaining:
             del leased.blocks[lease]
     elif (returned := leased.returned.get(lease)) is not None:
-        block, before = returned.block, returned.samples_repeated
+        block = returned.block
         returned.late = union(returned.late, ranges)
-        leased.samples_repeated += returned.samples_repeated - before
     else:
         return
     epoch = leased.epochs[block.epoch]
     fresh = minus(ranges, epoch.acknowledged)
     epoch.acknowledged = union(epoch.acknowledged, fresh)
     epoch.free = minus(epoch.free, fresh)
+    epoch.in_doubt = minus(epoch.in_doubt, fresh)
     leased.samples_acknowledged += size(fresh)
     if epoch.acknowledged == ((0, epoch.samples),):
         del leased.epochs[block.epoch]

@@ -53,5 +53,16 @@ def minus(left: Ranges, right: Ranges) -> Ranges:
     return meet(left, ranges_of(gaps))
 
 
+def first_of(ranges: Ranges, count: int) -> Ranges:
+    """The lowest `count` numbers, or all when there are fewer."""
+    found: list[Range] = []
+    for first, end in ranges:
+        if count <= 0:
+            break
+        found.append((first, min(end, first + count)))
+        count -= end - first
+    return tuple(found)
+
+
 def size(ranges: Ranges) -> int:
     return sum(end - first for first, end in ranges)

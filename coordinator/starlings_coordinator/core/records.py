@@ -140,6 +140,25 @@ class SamplesUnmerged:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplesRepeated:
+    """`async`: at most so many samples of others' were under way through a lost worker, and were sent along another
+    way: stages behind it may have added them twice.
+    """
+
+    worker_id: WorkerId
+    samples: int
+    kind: Literal["samples_repeated"] = "samples_repeated"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasShared:
+    """`async`: up to this total of its tokens, others have what each worker trained."""
+
+    tokens: tuple[tuple[WorkerId, int], ...]
+    kind: Literal["replicas_shared"] = "replicas_shared"
+
+
+@dataclass(frozen=True, slots=True)
 class SlotsReserved:
     """`async`: slots of exchanges up to this number may have been spoken of; after it begins whatever has no clock."""
 
@@ -237,8 +256,8 @@ class SamplesAcknowledged:
 
 @dataclass(frozen=True, slots=True)
 class LeaseBlockReturned:
-    """What is not acknowledged of the block may be leased again. `in_doubt`: how many of its samples may have been
-    trained without a report, at most.
+    """What is not acknowledged of the block may be leased again. `in_doubt`: how many of its samples, the first of what
+    is left, may have been trained without a report, at most.
     """
 
     lease: int
@@ -258,6 +277,8 @@ Record = (
     | StepRecorded
     | StreamAdvanced
     | SamplesUnmerged
+    | SamplesRepeated
+    | ReplicasShared
     | SlotsReserved
     | CheckpointRecorded
     | StopRecorded

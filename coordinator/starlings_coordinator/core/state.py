@@ -21,8 +21,10 @@ from starlings_coordinator.core.records import (
     PlanLoaded,
     Record,
     RecordError,
+    ReplicasShared,
     SampleEpochOpened,
     SamplesAcknowledged,
+    SamplesRepeated,
     SamplesUnmerged,
     SlotsReserved,
     StepRecorded,
@@ -101,12 +103,22 @@ class Durable:
     # does as many others instead), or those of one replica.
     samples_rewound: int = 0
     samples_of_lost_replicas: int = 0
+    # `async`: samples that stages behind a lost worker may have added twice.
+    samples_sent_again: int = 0
+    # `async`: of `worker_tokens`, what is not in the worker's replicas alone (or not in them at all); and how many
+    # acknowledged samples those totals stand for.
+    shared_tokens: dict[WorkerId, int] = field(default_factory=dict)
+    samples_credited: int = 0
     # `async`: the highest number of a slot that may have been spoken of, in any stage.
     slots_reserved: int = 0
 
     @property
     def samples_unmerged(self) -> int:
         return max(0, self.samples_rewound) + self.samples_of_lost_replicas
+
+    @property
+    def samples_repeated(self) -> int:
+        return self.leased.samples_repeated + self.samples_sent_again
 
     @property
     def restart_version(self) -> int:
@@ -138,6 +150,7 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
                 _move_to(state, record.step, batch, tokens_per_sample)
             elif record.loads and state.leased.next_lease:
                 _count_from(state, record.step, batch, tokens_per_sample)
+            _begin_alone(state, record)
             state.plan_version = record.plan_version
             state.stages = record.stages
             state.spans = dict(record.spans)
@@ -146,6 +159,7 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
             state.plan_live = True
             if record.loads:
                 state.plan_loaded, state.commit = False, None
+                state.leased.first_valid = state.leased.next_lease
                 state.base_plan_version = record.plan_version
             state.step, state.attempt = record.step, record.attempt
             state.highest_attempt = max(state.highest_attempt, record.attempt)
@@ -168,8 +182,14 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
             _credit(state, record)
         case StreamAdvanced():
             _credit(state, record)
+            state.samples_credited = state.leased.samples_acknowledged
         case SamplesUnmerged():
             state.samples_of_lost_replicas += record.samples
+        case SamplesRepeated():
+            state.samples_sent_again += record.samples
+        case ReplicasShared():
+            shared = state.shared_tokens
+            shared |= {w: max(shared[w], tokens) for w, tokens in record.tokens if w in shared}
         case SlotsReserved():
             state.slots_reserved = max(state.slots_reserved, record.until)
         case CheckpointRecorded():
@@ -192,6 +212,15 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
             state.step = state.samples_trained // batch
         case _:
             assert_never(record)
+
+
+def _begin_alone(state: Durable, record: PlanAdopted) -> None:
+    """Who has a span from here on, and had none, has weights that others have too."""
+    for worker_id, _ in record.spans:
+        if record.loads or worker_id not in state.shared_tokens:
+            state.shared_tokens[worker_id] = state.worker_tokens.get(worker_id, 0)
+    for gone in state.shared_tokens.keys() - {worker_id for worker_id, _ in record.spans}:
+        del state.shared_tokens[gone]
 
 
 def _credit(state: Durable, record: StepRecorded | StreamAdvanced) -> None:

@@ -109,7 +109,7 @@ def status(core: Core, now_s: float) -> StatusReply:
         dropped_messages=core.dropped_messages,
         step_microbatches=microbatches,
         step_microbatches_done=done,
-        samples_repeated=state.leased.samples_repeated,
+        samples_repeated=state.samples_repeated,
         samples_unmerged=state.samples_unmerged,
         exchanges=core.schedule.exchanges_shown,
     )

@@ -2,6 +2,7 @@
 
 leasing.py      blocks of samples: who gets how many, what is acknowledged, what returns
 shards.py       whose samples are which when data are unequal
+doubt.py        what a worker may have trained that nobody heard of
 progress.py     loss, credits, the gradient's norm: what people see, and what workers are told of the swarm
 contributions.py  what each replica trained, and how much of it others have too
 exchanges.py    exchanges in pairs: pairing/ fed with holders, time and messages

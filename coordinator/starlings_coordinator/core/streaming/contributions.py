@@ -1,6 +1,7 @@
 """What each replica of an `async` job has trained, by the routes of what is done, and how much of it others have too.
 
-Soft: after a restart of the coordinator it counts from nothing, with what is leased just then.
+What others have is written down now and then (`ReplicasShared`), as a part of the tokens that each worker is credited
+with. So a restarted coordinator knows at most how much each replica has alone, and begins to count with that.
 """
 
 from __future__ import annotations
@@ -9,10 +10,15 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from starlings_coordinator.core.pairing.weights import TokenCount
+from starlings_coordinator.core.records import ReplicasShared
 from starlings_protos.messages import Hop, WorkerId
 
 if TYPE_CHECKING:
     from starlings_coordinator.core.core import Core
+
+# Rows of shared work are written this often at most, and in big swarms so many a second: a few megabytes a day.
+SHARED_EVERY_S = 30.0
+SHARED_PER_SECOND = 3.0
 
 
 class Contributions:
@@ -25,14 +31,32 @@ class Contributions:
         self._leased_by_all = 0
         # By stage and fragment: how much was done when the weights were taken that somebody else has averaged.
         self._merged: dict[WorkerId, dict[tuple[int, int], int]] = {}
+        # Who was merged since that was written down, and when that was.
+        self._news: set[WorkerId] = set()
+        self._written_at_s = 0.0
 
-    def begin(self) -> None:
+    def begin(self, *, recalled: bool) -> None:
+        """`recalled`: replicas are what they were for the coordinator before this one."""
         self._done.clear()
         self._leased.clear()
         self._merged.clear()
+        self._news.clear()
         self._leased_by_all = 0
+        self._written_at_s = self._core.now.monotonic_s
+        if recalled:
+            self._remember()
         for block in self._core.state.leased.blocks.values():
             self.leased(block.worker_id, block.end - block.first)
+
+    def _remember(self) -> None:
+        """At most so much has each replica alone; of what was acknowledged last nobody knows whose it was."""
+        state, per_sample = self._core.state, self._core.config.job.tokens_per_sample
+        unknown = state.leased.samples_acknowledged - state.samples_credited
+        for worker_id, span in state.spans.items():
+            alone_tokens = state.worker_tokens.get(worker_id, 0) - state.shared_tokens.get(worker_id, 0)
+            alone = max(0, alone_tokens) // per_sample + unknown
+            self._done[worker_id] = dict.fromkeys(span.stages, alone)
+            self.leased(worker_id, alone)
 
     # ------------------------------------------------------------------ what happens
 
@@ -51,11 +75,29 @@ class Contributions:
         """Somebody else has that fragment as it was when the worker had done `count` samples in the stage."""
         known = self._merged.setdefault(worker_id, {})
         known[stage, fragment] = max(count, known.get((stage, fragment), 0))
+        self._news.add(worker_id)
 
     def forget(self, worker_id: WorkerId) -> None:
         """Its replicas are gone."""
         for known in (self._done, self._leased, self._merged):
             known.pop(worker_id, None)
+        self._news.discard(worker_id)
+
+    def write_down(self) -> None:
+        """Now and then, what others have too."""
+        core, state, now_s = self._core, self._core.state, self._core.now.monotonic_s
+        every_s = max(SHARED_EVERY_S, len(state.spans) / SHARED_PER_SECOND)
+        if not self._news or now_s - self._written_at_s < every_s:
+            return
+        self._written_at_s = now_s
+        per_sample = core.config.job.tokens_per_sample
+        # What is credited with the next point of the curve is alone, as far as the record says: at most.
+        rows = tuple(
+            (w, max(0, state.worker_tokens.get(w, 0) - self.unmerged(w) * per_sample))
+            for w in sorted(self._news)
+        )
+        self._news.clear()
+        core.desk.record(ReplicasShared(rows))
 
     # ------------------------------------------------------------------ questions
 

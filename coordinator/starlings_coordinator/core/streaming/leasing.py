@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from starlings_coordinator.core.lease_book import LEASE_S, LeaseBook
 from starlings_coordinator.core.leased import LeaseBlock
 from starlings_coordinator.core.members import Member
-from starlings_coordinator.core.ranges import Range, Ranges, minus, ranges_of, size, union
-from starlings_coordinator.core.records import LeaseBlockGranted
+from starlings_coordinator.core.ranges import Range, Ranges, meet, minus, ranges_of, size, union
+from starlings_coordinator.core.records import LeaseBlockGranted, SamplesRepeated
 from starlings_coordinator.core.streaming.contributions import Contributions
+from starlings_coordinator.core.streaming.doubt import Doubt
 from starlings_coordinator.core.streaming.shards import Shards
 from starlings_protos.messages import Lease, LeaseGrant, LeaseKind, MicrobatchKey, WorkerId
 
@@ -28,11 +29,14 @@ class Leasing:
         self._core = core
         self._contributions = contributions
         self._shards = Shards(core)
+        self.doubt = Doubt(core)
         self._book: LeaseBook | None = None
         # Per block what its holder will not train: the block returns when nothing else of it is open.
         self._given_up: dict[int, Ranges] = {}
         # With how many the rest is shared, as of the last look at all.
         self._sharers = 1
+        # Of that, what was begun.
+        self._failed: dict[int, Ranges] = {}
 
     @property
     def book(self) -> LeaseBook:
@@ -44,32 +48,46 @@ class Leasing:
         core = self._core
         self._given_up.clear()
         self._sharers = max(1, len(core.holders))
-        slots = max((planned.slots for planned in core.state.planned.values()), default=1)
+        self._failed.clear()
+        self.doubt.begin(recalled=recalled)
         self._book = LeaseBook(
             core.state.leased,
             core.state.incarnations,
             core.desk.record,
             now_s=core.now.monotonic_s,
-            in_flight_samples=max(1, slots) * core.config.job.train.microbatch,
+            in_doubt=self.doubt.in_doubt,
         )
-        if not recalled:
-            self._return_all("training begins with a saved version")
         self._shards.begin()
+        if recalled:
+            return
+        # Weights that are lost have nothing twice. Only what was under way while a saved version was copied may be in
+        # some stages of it.
+        for worker_id in self._leading:
+            doubt = self.doubt.under_way(worker_id) if core.state.step else 0
+            self.book.lost(worker_id, "training begins with a saved version", core.now.monotonic_s, doubt)
 
     def close(self) -> None:
         """No more is trained: what was reported counts, and everything else returns."""
         self.book.write_down(self._core.now.monotonic_s)
-        self._return_all("training is over")
+        for worker_id in self._leading:
+            self.book.lost(worker_id, "training is over", self._core.now.monotonic_s)
 
-    def _return_all(self, reason: str) -> None:
-        for worker_id in sorted({block.worker_id for block in self._core.state.leased.blocks.values()}):
-            self.lost(worker_id, reason)
+    @property
+    def _leading(self) -> list[WorkerId]:
+        return sorted({block.worker_id for block in self._core.state.leased.blocks.values()})
 
     def lost(self, worker_id: WorkerId, reason: str) -> int:
         """Its blocks return at once. Returns how many samples that are."""
-        self.book.write_down(self._core.now.monotonic_s)
+        core, now_s = self._core, self._core.now.monotonic_s
+        self.book.write_down(now_s)
         count = self.book.unreported(worker_id)
-        self.book.lost(worker_id, reason, self._core.now.monotonic_s)
+        led = min(count, self.doubt.in_doubt(worker_id, now_s))
+        self.book.lost(worker_id, reason, now_s)
+        by_others = sum(self.book.unreported(other) for other in self._leading)
+        passing = min(by_others, self.doubt.passing(worker_id, led))
+        if passing:
+            core.desk.record(SamplesRepeated(worker_id, passing))
+        self.doubt.forget(worker_id)
         return count
 
     def has_leased(self, worker_id: WorkerId) -> bool:
@@ -117,7 +135,7 @@ class Leasing:
         if held > HELD_AT_MOST // 2:
             # Else it would be granted one microbatch after the other, each a block of its own.
             return
-        count = min(member.wish, max(self._slots(member), min(share, HELD_AT_MOST)) - held)
+        count = min(member.wish, max(self.doubt.slots(member.worker_id), min(share, HELD_AT_MOST)) - held)
         while count > 0:
             granted = self.book.grant(
                 member.worker_id,
@@ -142,14 +160,11 @@ class Leasing:
     def acknowledge(self) -> None:
         """Write down what is due, or everything when that is the end."""
         now_s = self._core.now.monotonic_s
+        self.doubt.follow_plan()
         self.book.due(now_s)
         if self.book.waiting and not self.left:
             self.book.write_down(now_s)
         self.return_given_up()
-
-    def _slots(self, member: Member) -> int:
-        planned = self._core.state.planned.get(member.worker_id)
-        return max(1, planned.slots) if planned is not None else 1
 
     def _send(self, member: Member, granted: LeaseBlockGranted) -> int:
         """Returns the number of microbatches."""
@@ -177,12 +192,14 @@ class Leasing:
 
     def find(self, key: MicrobatchKey) -> tuple[LeaseBlock, Range] | None:
         """The block that a training key is of, and the positions that it means; None when there is no such thing (any
-        more).
+        more), also when it was leased before training went back to a saved version: what was trained then is lost.
         """
         leased, microbatch = self._core.state.leased, self._core.config.job.train.microbatch
         returned = leased.returned.get(key.attempt)
         block = leased.blocks.get(key.attempt) or (returned.block if returned is not None else None)
         if key.kind is not LeaseKind.TRAIN or block is None or block.epoch != key.step:
+            return None
+        if key.attempt < leased.first_valid:
             return None
         first = block.first + key.index * microbatch
         if first >= block.end:
@@ -192,13 +209,15 @@ class Leasing:
     def samples_of(self, block: LeaseBlock, positions: Range) -> tuple[int, ...]:
         return self._shards.samples_at(block.epoch, *positions)
 
-    def give_up(self, key: MicrobatchKey) -> None:
-        """The microbatch will not be trained under this lease."""
+    def give_up(self, key: MicrobatchKey, *, begun: bool) -> None:
+        """The microbatch will not be trained under this lease. `begun`: some stages may have added it."""
         found, leased = self.find(key), self._core.state.leased
         if found is None or key.attempt not in leased.blocks:
             return
         positions = found[1]
         self._given_up[key.attempt] = union(self._given_up.get(key.attempt, ()), ranges_of([positions]))
+        if begun:
+            self._failed[key.attempt] = union(self._failed.get(key.attempt, ()), ranges_of([positions]))
         self.return_given_up()
 
     def return_given_up(self) -> None:
@@ -208,7 +227,8 @@ class Leasing:
             block = leased.blocks.get(lease)
             if block is None:
                 del self._given_up[lease]
+                self._failed.pop(lease, None)
             elif not minus(block.remaining, self._given_up[lease]):
-                begun = size(block.remaining)
+                begun = size(meet(self._failed.pop(lease, ()), block.remaining))
                 self.book.give_back(block.worker_id, block.incarnation, lease, begun, core.now.monotonic_s)
                 del self._given_up[lease]

@@ -74,7 +74,7 @@ class Streaming(Schedule):
         core.rates.start(core.now.monotonic_s)
         self.leasing.begin(recalled=recalled)
         self.progress.begin()
-        self.contributions.begin()
+        self.contributions.begin(recalled=recalled)
         self.copies.begin()
         self.exchanges.begin(recalled=recalled)
         core.desk.announce("training", f"training from step {core.state.step}")
@@ -111,6 +111,7 @@ class Streaming(Schedule):
         self.leasing.grant()
         self.copies.go_on()
         self.exchanges.go_on()
+        self.contributions.write_down()
         if core.phase is Phase.TRAINING:
             self.progress.tell()
 
@@ -196,6 +197,7 @@ class Streaming(Schedule):
             self._failures_in_a_row = 0
             self.progress.done(message, positions[1] - positions[0])
             self.contributions.done(message.route, positions[1] - positions[0])
+            leasing.doubt.reported(member.worker_id, positions[1] - positions[0])
 
     def microbatch_failed(self, member: Member, message: MicrobatchFailed) -> None:
         self._failed(member, message, blame=True)
@@ -213,7 +215,7 @@ class Streaming(Schedule):
         )
         for holder in core.holders:
             core.desk.send(holder, MicrobatchVoided((message.key,)))
-        self.leasing.give_up(message.key)
+        self.leasing.give_up(message.key, begun=True)
         self._failures_in_a_row += 1
         place = (block.epoch, positions[0])
         of_network = member.worker_id in self._link_trouble
@@ -236,7 +238,7 @@ class Streaming(Schedule):
         for key in message.keys:
             found = self.leasing.find(key) if self._core.phase is Phase.TRAINING else None
             if found is not None and found[0].worker_id == member.worker_id:
-                self.leasing.give_up(key)
+                self.leasing.give_up(key, begun=False)
 
     def stages_reported(self, member: Member, message: StageReport) -> None:
         self.progress.stages_reported(member, message)
