@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from planner_exact import best_choice
 from planner_fleets import MODELS, SHARED, swarm
-from planner_rivals import RIVALS, rate_of
 from plot import write_panels
 from report import Claim, environment, show, write_json
 
 from starlings_coordinator.planner.cuts import balanced_cut
 from starlings_coordinator.planner.fleet import Fleet
+from starlings_coordinator.planner.linear.layouts import RIVALS, rate_of
 from starlings_coordinator.planner.linear.planning import LinkPlan, plan_with_links
 from starlings_coordinator.planner.linear.problem import build_problem
 from starlings_coordinator.planner.linear.search import search

@@ -211,6 +211,7 @@ PROCESSES = {
     "coordinator core": (("starlings_coordinator.core.core",), ("grpc", "asyncio", "torch", "sqlalchemy")),
     "worker core": (("starlings_worker.core.core",), ("grpc", "asyncio", "torch", "numpy")),
     "simulator": (("starlings_simulator",), ("grpc", "torch", "transformers")),
+    "planner of fleets": (("starlings_simulator.study.answer",), ("grpc", "torch", "transformers")),
     "fleet files": (("starlings_simulator.fleets.swarm",), ("grpc", "torch", "numpy", "scipy")),
 }
 

@@ -42,10 +42,36 @@ def codecs(arguments: dict[str, Any], emit: Emit) -> dict[str, Any]:
     return {"rows": rows()}
 
 
+def profile(arguments: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    from starlings_job.profile_of_job import profile_of_job
+    from starlings_job.spec import load_job
+
+    path = Path(arguments["job_file"])
+    found = profile_of_job(
+        load_job(path),
+        path.parent,
+        lambda done: emit({"progress": {"phase": "measuring the model", "fraction": done}}),
+    )
+    out = Path(arguments["out"])
+    # Whole or not at all: another command may be writing the same.
+    building = out.with_name(f"{out.name}.{os.getpid()}")
+    building.write_bytes(found.to_json())
+    os.replace(building, out)
+    return {"out": str(out)}
+
+
+def plan(arguments: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    from starlings_simulator.study.answer import plan_answer
+
+    return plan_answer(arguments, lambda news: emit({"progress": news}))
+
+
 STEPS: dict[str, Callable[[dict[str, Any], Emit], dict[str, Any]]] = {
     "prepare": prepare,
     "export": export,
     "codecs": codecs,
+    "profile": profile,
+    "plan": plan,
 }
 
 

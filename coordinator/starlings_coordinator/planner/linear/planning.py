@@ -93,9 +93,10 @@ def _cuts(fleet: Fleet, codec: str) -> list[_Cut]:
 
 def _stages_to_try(fleet: Fleet) -> list[tuple[Stage, ...]]:
     blocks = len(fleet.profile.blocks)
-    most = min(blocks, STAGES_MOST, fleet.request.stages_most or blocks)
+    wanted = fleet.request.stages_wanted
+    most = wanted or min(blocks, STAGES_MOST, fleet.request.stages_most or blocks)
     counts = [most]
-    while len(counts) < 3 and counts[-1] > 1:
+    while not wanted and len(counts) < 3 and counts[-1] > 1:
         counts.append(max(1, int(counts[-1] / FINER)))
     times, sizes = fleet.typical_block_seconds(), fleet.block_bytes()
     mean_time, mean_size = sum(times) / len(times), sum(sizes) / len(sizes)

@@ -12,16 +12,19 @@ from itertools import pairwise
 
 import numpy as np
 
-from starlings_coordinator.planner.linear.node_form import solve
+from starlings_coordinator.planner.linear.node_form import Flow, solve
 from starlings_coordinator.planner.linear.problem import IDLE, Ints, Problem
 from starlings_coordinator.planner.linear.search import search
 
 Spans = dict[int, tuple[int, int]]
 
 
-def rate_of(problem: Problem, spans: Spans) -> float:
-    """Microbatches/s when each worker holds exactly that span, in the mode of the longest option around it."""
-    starts, first, last, mode = [0], [], [], []
+def flow_of(problem: Problem, spans: Spans) -> Flow:
+    """What flows when each worker holds exactly that span, in the mode of the longest option around it."""
+    starts: list[int] = [0]
+    first: list[int] = []
+    last: list[int] = []
+    mode: list[int] = []
     choice = np.full(problem.workers, IDLE)
     for worker in range(problem.workers):
         if worker in spans:
@@ -32,9 +35,13 @@ def rate_of(problem: Problem, spans: Spans) -> float:
             mode.append(int(problem.mode[_around(problem, worker, a, b)]))
         starts.append(len(first))
     arrays: list[Ints] = [np.array(values, dtype=np.int64) for values in (starts, first, last, mode)]
-    return solve(
-        replace(problem, starts=arrays[0], first=arrays[1], last=arrays[2], mode=arrays[3]), choice
-    ).rate
+    exactly = replace(problem, starts=arrays[0], first=arrays[1], last=arrays[2], mode=arrays[3])
+    return solve(exactly, choice)
+
+
+def rate_of(problem: Problem, spans: Spans) -> float:
+    """Microbatches/s of `flow_of`; 0 where a stage has no holder."""
+    return flow_of(problem, spans).rate
 
 
 def _around(problem: Problem, worker: int, a: int, b: int) -> int:
@@ -82,6 +89,12 @@ def equal_stages(problem: Problem, seed: int) -> Spans:
         if len(spans) >= 0.9 * problem.workers:
             break
     return best
+
+
+def whole_models(problem: Problem, seed: int) -> Spans:
+    """Plain data parallelism: whoever can hold all stages does, and nobody else takes part."""
+    last = problem.stages - 1
+    return {w: (0, last) for w in range(problem.workers) if _fits(problem, w, 0, last)}
 
 
 def _pipelines(problem: Problem, order: Sequence[int], weight: Callable[[int], float]) -> Spans:
