@@ -34,8 +34,12 @@ HEEDED_BY: Mapping[str, tuple[Preset, ...]] = {
 }
 
 
-def left_out(preset: Preset) -> dict[str, Any]:
-    """The preset's own numbers, also those that it cannot have otherwise."""
+def left_out(preset: Preset, every: object = None) -> dict[str, Any]:
+    """The preset's own numbers, also those that it cannot have otherwise.
+
+    Args:
+        every: what is written of that key, if anything: exchanges of the warm-up are never rarer.
+    """
     rules = rules_for(preset)
     found = {
         "codec": rules.codec,
@@ -52,7 +56,8 @@ def left_out(preset: Preset) -> dict[str, Any]:
         "pull": rules.pull,
     }
     if rules.warmup is not None:
-        found["warmup_every"] = rules.warmup.inner_steps
+        most = every if type(every) is int and every > 0 else rules.main.inner_steps
+        found["warmup_every"] = min(rules.warmup.inner_steps, most)
     return found
 
 

@@ -12,7 +12,7 @@ from starlings_coordinator.core.pairing.clock import LEAST_SLOT_S, YOUNG_SLOTS, 
 from starlings_coordinator.core.pairing.links import PassiveEstimates, Place
 from starlings_coordinator.core.pairing.rounds import START_WAIT_S, PairSettings, StageRounds, Told
 from starlings_coordinator.core.pairing.weights import TokenCount, TokenMark, credited, incredible
-from starlings_job.exchange_rules import rules_for
+from starlings_job.exchange_rules import Phase, rules_for
 from starlings_protos.messages import WorkerId
 from starlings_protos.pair_messages import (
     PairMatched,
@@ -40,7 +40,7 @@ class Desk:
 
     def __init__(self, *workers: WorkerId, swaps: int = 1, fragments: int = 1, regions: str = "") -> None:
         self.ledger = Ledger()
-        rules = rules_for("pairs", swaps=swaps, fragments=fragments)
+        rules = rules_for("pairs", warmup=Phase(5, 1.0, 0.0), swaps=swaps, fragments=fragments)
         self.links = PassiveEstimates()
         self.rounds = StageRounds(3, PairSettings(rules, 7, TOKENS_TOTAL, 1000), self.links, self.ledger)
         self.now_s = 100.0

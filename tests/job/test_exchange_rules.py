@@ -28,8 +28,8 @@ def test_every_preset_has_defaults_that_pass(preset: Preset) -> None:
 
 def test_pairs_begin_with_frequent_plain_averaging_for_a_fifth_of_the_tokens() -> None:
     rules = rules_for("pairs")
-    assert rules.phase_at(0, 1000) == Phase(5, 1.0, 0.0)
-    assert rules.phase_at(199, 1000) == Phase(5, 1.0, 0.0)
+    assert rules.phase_at(0, 1000) == Phase(12, 1.0, 0.0)
+    assert rules.phase_at(199, 1000) == Phase(12, 1.0, 0.0)
     assert rules.phase_at(200, 1000) == Phase(50, 0.7, 0.9)
     assert rules.swaps == 2
     assert rules_for("diloco").phase_at(0, 1000) == Phase(50, 0.7, 0.9)

@@ -90,13 +90,16 @@ def test_every_key_is_refused_where_nobody_heeds_it_and_reaches_the_rules_of_tho
 def test_every_setting_of_pairs_reaches_the_rules() -> None:
     text = (
         'codec = "fp16"\nevery = 7\nswaps = 3\nfragments = 4\nouter_rate = 0.9\nouter_momentum = 0.5\n'
-        'momentum_codec = "none"\nwarmup_fraction = 0.3\nwarmup_every = 2\nwarmup_swaps = 1\n'
+        'momentum_codec = "int8:128"\nwarmup_fraction = 0.3\nwarmup_every = 2\nwarmup_swaps = 1\n'
     )
     rules = parse_job(MINIMAL + PAIRS + text).pair_rules
     assert rules is not None
     assert (rules.main, rules.warmup) == (Phase(7, 0.9, 0.5), Phase(2, 1.0, 0.0))
-    assert (rules.codec, rules.momentum_codec) == ("fp16", None)
+    assert (rules.codec, rules.momentum_codec) == ("fp16", "int8:128")
     assert (rules.swaps, rules.warmup_swaps, rules.fragments, rules.warmup_fraction) == (3, 1, 4, 0.3)
+    often = parse_job(MINIMAL + PAIRS + "every = 7").pair_rules
+    assert often is not None
+    assert (often.main.inner_steps, often.warmup) == (7, Phase(7, 1.0, 0.0))
     without = parse_job(MINIMAL + PAIRS + "warmup_fraction = 0.0").pair_rules
     assert without is not None
     assert without.warmup is None

@@ -105,9 +105,9 @@ def test_bytes_per_parameter_by_the_terms() -> None:
     assert bytes_per_parameter(sgd) == 12
     assert bytes_per_parameter(replace_momentum(sgd)) == 16
     assert bytes_per_parameter(adamw, extra_versions=2) == 28
-    pairs = rules_for("pairs", fragments=4)
+    pairs = rules_for("pairs", momentum_codec="int4:64", fragments=4)
     assert bytes_per_parameter(adamw, pairs.codec, pair_rules=pairs) == 20 + 8 + 16 / 4
-    at_home = rules_for("pairs", momentum_codec=None)
+    at_home = rules_for("pairs")
     assert bytes_per_parameter(adamw, at_home.codec, pair_rules=at_home) == 20 + 8 + 8
 
 
