@@ -4,19 +4,21 @@
 memory (`inprocess`). All rows of a seed begin with the same weights and train on the same samples in the same order.
 Every preset is given its own best inner learning rate first, by runs of another seed. `loss` is of the replicas' exact
 average on held-out text, as a job ends; `gap`: against the group's synchronous training of the same seed, with its 95 %
-interval over the seeds (Student's t).
+interval over the seeds (Student's t). Bytes are what a worker sends in exchanges, the average at the end included;
+those of synchronous training are its parts in float32 to their owners and back, 2 (n - 1) / n x 4 bytes a parameter and
+step, which is what a ring sends too.
 
 | group | what |
 | --- | --- |
-| long | `pairs` and `diloco` against `allreduce`, 4 replicas, 3,000 steps |
-| warm | both from the same weights and moments, after 1,000 synchronous steps |
+| long | `pairs`, and `diloco` that exchanges as often, against `allreduce`: 4 replicas, 3,000 steps |
+| warm | `pairs` and `allreduce` from the same weights and moments, after 1,000 synchronous steps |
 | presets | all of them, 1,000 steps |
 | large | 8 replicas of 3 stages, whose gradients are as old as the pipeline is long |
 | parts | `pairs` without, or with more of, each of its parts |
 
 Finished runs are kept in DIR, and the program goes on where it was broken off; curves are drawn there too.
 
-    python benchmarks/convergence.py [--quick] [--json FILE] [--dir DIR] [--jobs N] [--only GROUP]
+    python benchmarks/convergence.py [--quick] [--json FILE] [--dir DIR] [--jobs N] [--only GROUP] [--report]
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +45,6 @@ from convergence_rows import (
     MICROBATCH,
     PRESETS,
     RATE_SEED,
-    RATE_STEPS,
     RATES,
     SEEDS,
     WARM_STEPS,
@@ -54,6 +55,7 @@ from convergence_rows import (
 from curves import Curve, draw_curves
 from inprocess.local import train_locally
 from inprocess.rounds import Course, rounds_of
+from inprocess.stacked import Stacked
 from inprocess.swarm import Setup, Swarm
 from inprocess.text import Text
 from inprocess.training import train_synchronously
@@ -76,6 +78,9 @@ GAPS = {
     ("long pairs", "long diloco"): (0.015, "pairs above diloco at the same H"),
 }
 FEWER_BYTES = 80.0
+
+# By what they are the best for (`Row.rate_of`).
+Rates = dict[Row, float]
 
 
 def run(one: Row, folder: Path, prepared: Path, seed: int, rate: float, held_out: int) -> dict[str, Any]:
@@ -104,7 +109,7 @@ def run(one: Row, folder: Path, prepared: Path, seed: int, rate: float, held_out
     batches = text.held_out(held_out, EVALUATE_TOGETHER)
     refused = rounds_done = 0
     if one.synchronous:
-        losses = train_synchronously(swarm, text, train, **until)
+        losses = train_synchronously(swarm, text, train, compute=Stacked(swarm).train, **until)
         sent_bytes, alone = swarm.exchange_bytes, math.nan
     else:
         rounds = rounds_of(swarm, one.rules, Course(one.steps, seed, one.lag))
@@ -139,6 +144,7 @@ def make_warm_start(folder: Path, prepared: Path, seed: int, rate: float) -> dic
         seed=seed,
         steps=WARM_STEPS,
         steps_total=WARM_STEPS + row("warm", "allreduce").steps,
+        compute=Stacked(swarm).train,
     )
     (vector,) = swarm.workers[0].held.vectors.values()
     part = _warm_file(folder, seed).with_suffix(".part")
@@ -191,9 +197,9 @@ class Desk:
         self._jobs, self._held_out = jobs, held_out
 
     def wave(self, wanted: Sequence[Task]) -> None:
-        """Does those without a result, several at a time."""
+        """Does those without a result, several at a time; without jobs none."""
         missing = list({task.key: task for task in wanted if self.results.get(task.key) is None}.values())
-        if not missing:
+        if not missing or not self._jobs:
             return
         context = multiprocessing.get_context("forkserver")
         begin, done = time.monotonic(), 0
@@ -220,26 +226,49 @@ class Desk:
         if failed is not None:
             raise failed
 
-    def runs(self, rows: Sequence[Row], seeds: range, rates: dict[str, float]) -> None:
-        self.wave([self._task(one, seed, rates[one.rules.preset]) for one in rows for seed in seeds])
+    def runs(self, rows: Sequence[Row], seeds: range, rates: Rates) -> None:
+        """One seed after the other: what is broken off has whole pairs."""
+        known = [one for one in rows if one.rate_of in rates]
+        self.wave([self._task(one, seed, rates[one.rate_of]) for seed in seeds for one in known])
+
+    def warm_starts(self, seeds: range, rate: float) -> None:
+        folder, prepared = self.folder, self._prepared
+        self.wave(
+            [
+                Task(
+                    f"warm start at {rate:g} {seed}",
+                    f"warm start, seed {seed}",
+                    make_warm_start,
+                    (folder, prepared, seed, rate),
+                )
+                for seed in seeds
+            ]
+        )
 
     def _task(self, one: Row, seed: int, rate: float) -> Task:
         arguments = (one, self.folder, self._prepared, seed, rate, self._held_out)
         return Task(run_key(one, seed, rate), f"{one.key}, seed {seed}", run, arguments)
 
-    def find_rates(self, presets: Sequence[str], rates: Sequence[float], steps: int) -> dict[str, float]:
-        """The best of `rates` for each preset, by held-out loss."""
-        tried = {
-            (preset, rate): row("rates", preset, f"{preset} at {rate:g}", steps=steps)
-            for preset in presets
-            for rate in rates
-        }
-        self.wave([self._task(one, RATE_SEED, rate) for (_, rate), one in tried.items()])
-        losses = {
-            which: (self.results.get(run_key(one, RATE_SEED, which[1])) or {})["loss"]
-            for which, one in tried.items()
-        }
-        return {preset: min(rates, key=lambda rate: losses[preset, rate]) for preset in presets}
+    def find_rates(self, wanted: Sequence[Row], tried: Sequence[float]) -> Rates:
+        """The best inner learning rate of each, by held-out loss: of `tried` two in the middle first, then on towards
+        the better one while that helps.
+        """
+        losses: dict[Row, dict[float, float]] = {one: {} for one in wanted}
+        middle = (len(tried) - 1) // 2
+        waiting = {one: list(tried[middle : middle + 2]) for one in wanted}
+        while any(waiting.values()):
+            self.wave([self._task(one, RATE_SEED, rate) for one in wanted for rate in waiting[one]])
+            for one in wanted:
+                found = {rate: self.results.get(run_key(one, RATE_SEED, rate)) for rate in waiting[one]}
+                losses[one] |= {rate: run["loss"] for rate, run in found.items() if run is not None}
+                waiting[one] = beside_best(losses[one], tried) if all(found.values()) else []
+        return {one: min(found, key=found.__getitem__) for one, found in losses.items() if found}
+
+
+def beside_best(losses: Mapping[float, float], tried: Sequence[float]) -> list[float]:
+    """The neighbours of the best rate so far, if nobody has tried them yet."""
+    best = tried.index(min(losses, key=losses.__getitem__))
+    return [rate for rate in tried[max(0, best - 1) : best + 2] if rate not in losses]
 
 
 def run_key(one: Row, seed: int, rate: float) -> str:
@@ -250,7 +279,7 @@ def run_key(one: Row, seed: int, rate: float) -> str:
 
 
 def table(
-    rows: Sequence[Row], results: Results, seeds: range, rates: dict[str, float]
+    rows: Sequence[Row], results: Results, seeds: range, rates: Rates
 ) -> tuple[list[dict[str, Any]], list[Claim]]:
     runs = {one.key: _by_seed(one, results, seeds, rates) for one in rows}
     entries: list[dict[str, Any]] = []
@@ -260,7 +289,7 @@ def table(
             continue
         base = runs.get(f"{one.group} allreduce", {})
         entry: dict[str, Any] = {"group": one.group, "row": one.name, "seeds": len(found), "steps": one.steps}
-        entry["lr"] = rates[one.rules.preset]
+        entry["lr"] = rates[one.rate_of]
         entry["loss"] = f"{statistics.fmean(r['loss'] for r in found):.4f}"
         entry["gap, %"] = _gap_text(runs[one.key], base) if not one.synchronous else ""
         entry["of one"] = (
@@ -276,8 +305,8 @@ def table(
     return entries, _claims(runs)
 
 
-def _by_seed(one: Row, results: Results, seeds: range, rates: dict[str, float]) -> dict[int, dict[str, Any]]:
-    rate = rates[one.rules.preset]
+def _by_seed(one: Row, results: Results, seeds: range, rates: Rates) -> dict[int, dict[str, Any]]:
+    rate = rates.get(one.rate_of, math.nan)
     return {seed: found for seed in seeds if (found := results.get(run_key(one, seed, rate))) is not None}
 
 
@@ -316,9 +345,7 @@ def _claims(runs: dict[str, dict[int, dict[str, Any]]]) -> list[Claim]:
     return claims
 
 
-def draw(
-    rows: Sequence[Row], results: Results, seeds: range, rates: dict[str, float], folder: Path
-) -> list[Path]:
+def draw(rows: Sequence[Row], results: Results, seeds: range, rates: Rates, folder: Path) -> list[Path]:
     """Per group: the gap of the training loss over the tokens, and the training loss over the bytes sent per worker."""
     files = []
     for group in dict.fromkeys(one.group for one in rows):
@@ -368,6 +395,17 @@ def draw(
     return files
 
 
+def rates_given(text: str) -> dict[str, float]:
+    """Of `preset=rate,preset=rate`."""
+    found = {}
+    for part in text.split(","):
+        preset, _, rate = part.partition("=")
+        if preset not in PRESETS:
+            raise argparse.ArgumentTypeError(f"{preset!r} is no preset; write one of {', '.join(PRESETS)}")
+        found[preset] = float(rate)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a seed of a few steps; its claims mean nothing")
@@ -378,8 +416,17 @@ def main() -> int:
         "--jobs", type=int, default=os.cpu_count() or 1, help="trainings at a time (default: one per core)"
     )
     parser.add_argument("--only", default="", help="only rows with this in group or name, such as 'long'")
+    parser.add_argument(
+        "--rates",
+        type=rates_given,
+        default={},
+        help="known best rates, not looked for again: pairs=0.002,...",
+    )
+    parser.add_argument("--report", action="store_true", help="show what is kept so far, and train nothing")
     arguments = parser.parse_args()
+    known = dict.fromkeys(PRESETS, RATES[1]) if arguments.quick else arguments.rates
     folder = arguments.dir or Path(tempfile.gettempdir()) / "starlings-convergence"
+    jobs = 0 if arguments.report else arguments.jobs
     seeds = range(arguments.seeds or (1 if arguments.quick else SEEDS))
     held_out = 32 if arguments.quick else HELD_OUT
     environ = environment()
@@ -389,24 +436,18 @@ def main() -> int:
     rows = [one for one in all_rows() if arguments.only in one.key]
     if arguments.quick:
         rows = [one.quick for one in rows if not one.warm and one.group in ("presets", "large")]
-    desk = Desk(folder, text.prepared, Results(folder / "runs.jsonl", settings), arguments.jobs, held_out)
-    needed = [preset for preset in PRESETS if any(one.rules.preset == preset for one in rows)]
+    desk = Desk(folder, text.prepared, Results(folder / "runs.jsonl", settings), jobs, held_out)
     print(f"{len(rows)} rows, {len(seeds)} seeds; kept in {folder}", file=sys.stderr)
-    rates = dict.fromkeys(needed, RATES[0]) if arguments.quick else desk.find_rates(needed, RATES, RATE_STEPS)
-    if any(one.warm for one in rows):
-        rate = rates.get("allreduce", RATES[0])
-        desk.wave(
-            [
-                Task(
-                    f"warm start at {rate:g} {seed}",
-                    f"warm start, seed {seed}",
-                    make_warm_start,
-                    (folder, text.prepared, seed, rate),
-                )
-                for seed in seeds
-            ]
-        )
-    desk.runs(rows, seeds, rates)
+    rates: Rates = {}
+    for group in dict.fromkeys(one.group for one in rows):
+        members = [one for one in rows if one.group == group]
+        needed = [one for one in dict.fromkeys(one.rate_of for one in members) if one not in rates]
+        rates |= {one: known[one.rules.preset] for one in needed if one.rules.preset in known}
+        rates |= desk.find_rates([one for one in needed if one not in rates], RATES)
+        if any(one.warm for one in members):
+            for rate in {rates[one.rate_of] for one in members if one.synchronous and one.rate_of in rates}:
+                desk.warm_starts(seeds, rate)
+        desk.runs(members, seeds, rates)
     entries, claims = table(rows, desk.results, seeds, rates)
     if arguments.quick:
         claims = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,6 +126,13 @@ class Swarm:
         for worker, run in zip(reversed(self.replicas[replica]), reversed(runs), strict=True):
             gradient = self.backward(worker, run, gradient)
         return runs[-1].loss_sum
+
+    def train_all(self, batches: Sequence[Batch], loss_denominators: Sequence[float]) -> list[float]:
+        """`train`, one microbatch per replica, of the first ones where there are fewer."""
+        return [
+            self.train(replica, batch, denominator)
+            for replica, (batch, denominator) in enumerate(zip(batches, loss_denominators, strict=True))
+        ]
 
     def forward(self, worker: Worker, before: Run | None, batch: Batch, loss_denominator: float) -> Run:
         """One stage of a microbatch's way; `before`: what the stage before it made."""

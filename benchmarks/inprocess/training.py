@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from inprocess.swarm import Swarm
 from inprocess.text import Text
+from starlings_job.data.batch import Batch
 from starlings_job.sampling import samples_of_step
 from starlings_job.schedule import learning_rate
 from starlings_job.sections import TrainSection
@@ -14,6 +15,8 @@ from starlings_job.sections import TrainSection
 StepHook = Callable[[int, float, float], None]
 # (step), between the exchange of its gradients and the optimizer.
 RoundHook = Callable[[int], None]
+# (a microbatch of each replica, what each loss is divided by) -> sums of losses; `Swarm.train_all`, `Stacked.train`.
+Compute = Callable[[Sequence[Batch], Sequence[float]], list[float]]
 
 
 def train_synchronously(
@@ -27,6 +30,7 @@ def train_synchronously(
     steps_total: int = 0,
     on_step: StepHook | None = None,
     on_round: RoundHook | None = None,
+    compute: Compute | None = None,
 ) -> list[float]:
     """Returns each step's mean loss before its update.
 
@@ -34,15 +38,21 @@ def train_synchronously(
         seed: of the order of samples. Microbatches go to the replicas in turn.
         first_step: the version that the swarm is at.
         steps_total: steps of the learning rate's schedule; 0 = until the last one that is trained.
+        compute: how gradients are added up; None: by the swarm's own runs.
     """
+    compute = compute or swarm.train_all
+    together = train.microbatch * swarm.setup.replicas
     losses = []
     for step in range(first_step, first_step + steps):
         samples = samples_of_step(seed, text.population, step, train.batch)
         denominator = text.target_count(samples)
         total = 0.0
-        for number, begin in enumerate(range(0, len(samples), train.microbatch)):
-            batch = text.batch(samples[begin : begin + train.microbatch])
-            total += swarm.train(number % swarm.setup.replicas, batch, denominator)
+        for begin in range(0, len(samples), together):
+            batches = [
+                text.batch(samples[first : first + train.microbatch])
+                for first in range(begin, min(begin + together, len(samples)), train.microbatch)
+            ]
+            total += sum(compute(batches, [denominator] * len(batches)))
         norm = swarm.exchange(step)
         if on_round is not None:
             on_round(step)
