@@ -360,6 +360,30 @@ def test_who_is_too_far_away_copies_what_others_have_unless_it_is_the_last() -> 
     assert world.core.phase.value == "training"
 
 
+def test_what_real_swaps_took_is_what_their_links_are_believed_to_take() -> None:
+    """Until then they are guessed; and a swap that came to nothing says nothing of a link."""
+    world = Rounds(dict.fromkeys("abcd", (0, 2)))
+    slot = world.run_clock()
+    links = world.streaming.exchanges._links
+    known = {}
+    for number in range(6):
+        world.all_ready(slot + number)
+        for who in map(WorkerId, "abcd"):
+            match = world.match_of(who, slot + number)
+            pair = frozenset((who, match.partner))
+            before_s = known.get(pair, links.exchange_s(*sorted(pair), 10**6))
+            slow = A in pair and B in pair
+            if slow:
+                world.outcome(who, match, SwapResult.COMMITTED, fraction=1.0, seconds=9.0)
+                assert links.exchange_s(*sorted(pair), 10**6) > 2 * before_s
+            else:
+                world.outcome(who, match, SwapResult.SOLO, solo_reason=SoloReason.LATE)
+                assert links.exchange_s(*sorted(pair), 10**6) == before_s
+            known.setdefault(pair, before_s)
+        world.tick(SLOT_S)
+    assert frozenset((A, B)) in known
+
+
 def test_after_the_end_of_training_no_slot_is_spoken_of() -> None:
     world = Rounds()
     slot = world.run_clock()
