@@ -53,8 +53,11 @@ class Row:
     @property
     def quick(self) -> Row:
         """A few steps with a round in them."""
-        phase = replace(self.rules.main, inner_steps=min(3, self.rules.main.inner_steps))
-        return replace(self, rules=replace(self.rules, main=phase), steps=8)
+        main, warmup = self.rules.main, self.rules.warmup
+        main = replace(main, inner_steps=min(3, main.inner_steps))
+        if warmup is not None:
+            warmup = replace(warmup, inner_steps=1)
+        return replace(self, rules=replace(self.rules, main=main, warmup=warmup), steps=8)
 
     @property
     def rate_of(self) -> Row:
