@@ -150,7 +150,7 @@ _DEFAULTS: dict[Preset, ExchangeRules] = {
     "sparseloco": ExchangeRules(
         "sparseloco",
         Phase(30, 1.0, 0.0),
-        codec="topk:64/4096|int2",
+        codec="topk:64/4096|int2:64",
         feedback_decay=0.95,
         robust="clip",
     ),
@@ -194,23 +194,26 @@ def check_schedule(preset: Preset, schedule: str, available: Collection[str] = P
     Args:
         available: the presets that may be recommended instead.
 
-    `sync` takes allreduce; `async` takes pairs, noloco, palsgd and gossip; diloco and sparseloco stand under either
-    name for local steps with quorum and deadline.
+    `sync` takes allreduce; `async` takes all others: also the local steps of diloco and sparseloco, whose rounds have a
+    quorum and a deadline, are leased and counted as its are.
 
     Raises:
         RuleError
     """
     if schedule not in ("sync", "async"):
         raise RuleError(f'schedule = "{schedule}" does not exist; write "sync" or "async"')
-    needed = SCHEDULE[preset]
-    if needed in (schedule, "local"):
+    needed = _schedule_of(preset)
+    if needed == schedule:
         return
-    fitting = ", ".join(
-        name for name in PRESETS if name in available and SCHEDULE[name] in (schedule, "local")
-    )
+    fitting = ", ".join(name for name in PRESETS if name in available and _schedule_of(name) == schedule)
     raise RuleError(
         f'preset = "{preset}" needs schedule = "{needed}"; write that, or with schedule = "{schedule}" one of {fitting}'
     )
+
+
+def _schedule_of(preset: Preset) -> str:
+    """As `[train] schedule` calls it."""
+    return "async" if SCHEDULE[preset] == "local" else SCHEDULE[preset]
 
 
 def _phases(rules: ExchangeRules) -> tuple[Phase, ...]:

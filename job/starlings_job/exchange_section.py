@@ -11,16 +11,17 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from starlings_compression.errors import SpecError
 from starlings_compression.policy import Role
 from starlings_compression.spec import parse_spec
-from starlings_job.codecs import check_codec
+from starlings_job.codecs import check_codec, linear_rank
 from starlings_job.exchange_rules import (
     PRESETS,
     ExchangeRules,
     Phase,
+    Robust,
     RuleError,
     check_schedule,
     rules_for,
 )
-from starlings_job.exchange_settings import BY_SLOTS, HEEDED_BY, NONE, left_out, misplaced
+from starlings_job.exchange_settings import BY_SLOTS, GROUPS, HEEDED_BY, NONE, left_out, misplaced
 from starlings_job.sections import Codec, Real, Section, Switch, TrainSection, Whole
 
 # Of those that exchange_rules.py knows, what a job can have; "none" beside them.
@@ -34,19 +35,25 @@ def _momentum_codec(value: object) -> object:
 class ExchangeSection(Section):
     # "allreduce": every step, with `sync`. All others with `async`. "pairs": every H steps each replica steps for
     # itself and then averages with a partner. "noloco": momentum and averaging with a partner in one formula. "palsgd":
-    # "pairs", and pulls towards the last average in between. "none": replicas go their own ways and are averaged at the
-    # end.
-    preset: Literal["allreduce", "pairs", "noloco", "palsgd", "none"] = "allreduce"
+    # "pairs", and pulls towards the last average in between. "diloco": every H steps all replicas of a stage average
+    # how far they have come, and step by that. "sparseloco": the same with few values of it. "none": replicas go their
+    # own ways and are averaged at the end.
+    preset: Literal["allreduce", "pairs", "noloco", "palsgd", "diloco", "sparseloco", "none"] = "allreduce"
     # Use the codec also where it is known to hurt, and settings that are known to diverge.
     force: Switch = False
     # "allreduce": how gradients travel; what a codec drops comes with the next step (error feedback). Others: how
     # weights travel, "int8:128" when left out. Both sides use what was decoded, one's own too, so a pair's weighted
-    # mean is kept exactly whatever the codec drops.
+    # mean is kept exactly whatever the codec drops. "diloco", "sparseloco": how displacements travel ("int8:128",
+    # "topk:64/4096|int2"), with error feedback.
     codec: Codec = "exact"
     # H: steps between exchanges; 50 when left out, but for "allreduce". A slot lasts H times the median step of a
     # stage's replicas. Bytes fall with 1 / H, and replicas run apart for longer.
     every: Whole = Field(default=1, ge=1, le=1_000_000)
-    robust: Literal["none"] = "none"
+    # "diloco", "sparseloco": how displacements become one, when some may be wrong. "none": the weighted mean; "clip":
+    # each at most as long as the median one; "trimmed": per value, without the largest and smallest; "centered_clip":
+    # around a centre, none farther from it than the median one. What is not finite, or ten times too long, is refused
+    # whatever stands here.
+    robust: Robust = "none"
     # From here on: exchange_settings.py says which preset heeds what. Averagings with different partners in a slot.
     # Each costs a payload; n of them bring replicas about as close as one every H / n steps (Boyd et al. 2006, section
     # 2: the distance falls by a factor for each).
@@ -82,6 +89,9 @@ class ExchangeSection(Section):
     # "Pseudo-Asynchronous Local SGD", algorithm 1).
     pull_probability: Real = Field(default=0.2, ge=0, lt=1)
     pull: Real = Field(default=0.5, ge=0, le=1000)
+    # "diloco", "sparseloco". 0: nothing is computed while a round is under way. More: training goes on, and so much of
+    # what was trained meanwhile stays (alpha of Douillard et al. 2025, "Streaming DiLoCo", section 2.3).
+    merge_alpha: Real = Field(default=0.0, ge=0, lt=1)
 
     @property
     def pairs(self) -> bool:
@@ -106,6 +116,8 @@ class ExchangeSection(Section):
             "gamma": self.gamma,
             "pull_probability": self.pull_probability,
             "pull": self.pull,
+            "robust": self.robust,
+            "merge_alpha": self.merge_alpha,
         }
         changes: dict[str, Any] = {
             **{key: value for key, value in values.items() if self.preset in HEEDED_BY[key]},
@@ -146,7 +158,12 @@ class ExchangeSection(Section):
     @field_validator("codec")
     @classmethod
     def _suits(cls, value: str, info: ValidationInfo) -> str:
-        role = Role.STATE if info.data.get("preset") in BY_SLOTS else Role.GRADIENT
+        preset = info.data.get("preset")
+        if preset in GROUPS and linear_rank(parse_spec(value)) is not None:
+            raise SpecError(
+                f"codec {value}: its factors need a sum, and a group refuses some; use int8:128 or int4:64"
+            )
+        role = Role.STATE if preset in BY_SLOTS and preset not in GROUPS else Role.GRADIENT
         return check_codec(value, role, force=info.data.get("force", False))
 
     @field_validator("momentum_codec")
@@ -169,16 +186,6 @@ class ExchangeSection(Section):
             raise ValueError(
                 f'{value!r} is not there yet (it comes in a later version); write "allreduce", or with '
                 f'schedule = "async" one of {others}'
-            )
-        return value
-
-    @field_validator("robust", mode="before")
-    @classmethod
-    def _robust(cls, value: object) -> object:
-        if value != "none":
-            raise ValueError(
-                f"{value!r} is not there yet (centred clipping and the trimmed mean come in later versions); write "
-                "'none'"
             )
         return value
 

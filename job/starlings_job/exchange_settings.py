@@ -12,25 +12,29 @@ from starlings_job.exchange_rules import Preset, rules_for
 
 # What replicas that do not meet on the way are called.
 NONE = "none"
-# Presets that go by slots: replicas exchange beside training, and nobody waits.
-BY_SLOTS: tuple[Preset, ...] = ("pairs", "noloco", "palsgd")
 _TWO_SIDED: tuple[Preset, ...] = ("pairs", "noloco", "palsgd")
+# All replicas of a stage average displacements in a round with quorum and deadline.
+GROUPS: tuple[Preset, ...] = ("diloco", "sparseloco")
+# Presets that go by slots: exchanges of a stage's replicas follow a clock.
+BY_SLOTS: tuple[Preset, ...] = (*_TWO_SIDED, *GROUPS)
 
-# Beside `codec`, `force` and `robust`, which say themselves what they are for.
+# Beside `codec` and `force`, which say themselves what they are for.
 HEEDED_BY: Mapping[str, tuple[Preset, ...]] = {
-    "every": _TWO_SIDED,
+    "every": BY_SLOTS,
     "swaps": ("pairs", "palsgd"),
     "fragments": BY_SLOTS,
-    "outer_rate": _TWO_SIDED,
-    "outer_momentum": _TWO_SIDED,
+    "outer_rate": BY_SLOTS,
+    "outer_momentum": (*_TWO_SIDED, "diloco"),
     "momentum_codec": ("pairs", "palsgd"),
-    "warmup_fraction": _TWO_SIDED,
-    "warmup_every": _TWO_SIDED,
+    "warmup_fraction": BY_SLOTS,
+    "warmup_every": BY_SLOTS,
     "warmup_swaps": ("pairs", "palsgd"),
     "seed": _TWO_SIDED,
     "gamma": ("noloco",),
     "pull_probability": ("palsgd",),
     "pull": ("palsgd",),
+    "robust": GROUPS,
+    "merge_alpha": GROUPS,
 }
 
 
@@ -54,6 +58,8 @@ def left_out(preset: Preset, every: object = None) -> dict[str, Any]:
         "gamma": rules.gamma,
         "pull_probability": rules.pull_probability,
         "pull": rules.pull,
+        "robust": rules.robust,
+        "merge_alpha": rules.merge_alpha,
     }
     if rules.warmup is not None:
         most = every if type(every) is int and every > 0 else rules.main.inner_steps

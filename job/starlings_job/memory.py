@@ -5,6 +5,7 @@ The terms are those of the design's section 5. Bytes per trained parameter:
     4 weights + 4 gradients + optimizer (AdamW and NAdam 8, Muon 4, SGD with momentum 4, 8-bit AdamW 2.03, SGD 0)
     + 4 optimizer temporaries + 8 error feedback (lossy exchange) + 2 autocast copy + 4 per extra version
     + 8 starting point and outer momentum (NoLoCo 12), and per fragment two payloads decoded (exchanges in pairs)
+    + 12 starting point, residual and outer momentum, and per fragment 12 (exchanges in groups)
 
 and per frozen parameter 4 (+ 2). Per microbatch in flight: the stage's input and its activations; with
 `recompute` the input alone, and one stage's activations once. The last stage adds the logits, their softmax
@@ -79,6 +80,9 @@ def bytes_per_parameter(
         # NoLoCo sends neither of them, but a third vector.
         kept = 12 if pair_rules.preset == "noloco" else 8
         exchange = kept + 2 * 4 * travelling / pair_rules.fragments
+        if pair_rules.topology == "all":
+            # Starting point, residual, and where there is one, momentum; per fragment what is sent, decoded, came back.
+            exchange = (12 if pair_rules.main.outer_momentum > 0 else 8) + 3 * 4 / pair_rules.fragments
     return 4 + 4 + optimizer + 4 + exchange + (2 if autocast else 0) + 4 * extra_versions
 
 

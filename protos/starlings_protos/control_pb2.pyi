@@ -69,6 +69,8 @@ class _SoloReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SoloReason
     """Too far from the partner after rounds alone: the sender copies state instead of averaging."""
     SOLO_REASON_FAILED: _SoloReason.ValueType  # 8
     """The sender's own device failed."""
+    SOLO_REASON_BEHIND: _SoloReason.ValueType  # 9
+    """Groups only: the replica's starting point was not its group's, and it took theirs."""
 
 class SoloReason(_SoloReason, metaclass=_SoloReasonEnumTypeWrapper):
     """Why a replica went without its partner."""
@@ -90,6 +92,8 @@ SOLO_REASON_TOO_FAR: SoloReason.ValueType  # 7
 """Too far from the partner after rounds alone: the sender copies state instead of averaging."""
 SOLO_REASON_FAILED: SoloReason.ValueType  # 8
 """The sender's own device failed."""
+SOLO_REASON_BEHIND: SoloReason.ValueType  # 9
+"""Groups only: the replica's starting point was not its group's, and it took theirs."""
 Global___SoloReason: _TypeAlias = SoloReason  # noqa: Y015
 
 class _ExchangePurpose:
@@ -275,6 +279,8 @@ class ToCoordinator(_message.Message):
     LEASES_RETURNED_FIELD_NUMBER: _builtins.int
     ROUND_READY_FIELD_NUMBER: _builtins.int
     ROUND_OUTCOME_FIELD_NUMBER: _builtins.int
+    GROUP_HELD_FIELD_NUMBER: _builtins.int
+    GROUP_PREPARED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -313,6 +319,10 @@ class ToCoordinator(_message.Message):
     def round_ready(self) -> Global___RoundReady: ...
     @_builtins.property
     def round_outcome(self) -> Global___RoundOutcome: ...
+    @_builtins.property
+    def group_held(self) -> Global___GroupHeld: ...
+    @_builtins.property
+    def group_prepared(self) -> Global___GroupPrepared: ...
     def __init__(
         self,
         *,
@@ -335,12 +345,14 @@ class ToCoordinator(_message.Message):
         leases_returned: Global___LeasesReturned | None = ...,
         round_ready: Global___RoundReady | None = ...,
         round_outcome: Global___RoundOutcome | None = ...,
+        group_held: Global___GroupHeld | None = ...,
+        group_prepared: Global___GroupPrepared | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leases_returned", b"leases_returned", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "round_outcome", b"round_outcome", "round_ready", b"round_ready", "stage_report", b"stage_report", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "group_held", b"group_held", "group_prepared", b"group_prepared", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leases_returned", b"leases_returned", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "round_outcome", b"round_outcome", "round_ready", b"round_ready", "stage_report", b"stage_report", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leases_returned", b"leases_returned", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "round_outcome", b"round_outcome", "round_ready", b"round_ready", "stage_report", b"stage_report", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "group_held", b"group_held", "group_prepared", b"group_prepared", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leases_returned", b"leases_returned", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "round_outcome", b"round_outcome", "round_ready", b"round_ready", "stage_report", b"stage_report", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "probe_report", "ready", "lease_request", "microbatch_done", "microbatch_failed", "prepared", "state_report", "engine_down", "leaving", "peer_unreachable", "exchange_failed", "catch_up_failed", "telemetry", "stage_report", "leases_returned", "round_ready", "round_outcome"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "probe_report", "ready", "lease_request", "microbatch_done", "microbatch_failed", "prepared", "state_report", "engine_down", "leaving", "peer_unreachable", "exchange_failed", "catch_up_failed", "telemetry", "stage_report", "leases_returned", "round_ready", "round_outcome", "group_held", "group_prepared"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1157,6 +1169,7 @@ class RoundReady(_message.Message):
     BEGINS_IN_S_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     STEP_S_FIELD_NUMBER: _builtins.int
+    ANCHOR_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     slot: _builtins.int
     """The next slot; 0 when the replica has no clock yet."""
@@ -1166,6 +1179,10 @@ class RoundReady(_message.Message):
     """Target tokens that the replica trained since its last slot, by its own count: the ledger decides what it weighs."""
     step_s: _builtins.float
     """Seconds per inner step, its own average; 0 before the first."""
+    anchor: _builtins.str
+    """Groups only: digest of the point from which the slot's fragment is displaced, and of its outer momentum. Replicas
+    with equal ones can exchange displacements.
+    """
     def __init__(
         self,
         *,
@@ -1174,10 +1191,11 @@ class RoundReady(_message.Message):
         begins_in_s: _builtins.float = ...,
         tokens: _builtins.int = ...,
         step_s: _builtins.float = ...,
+        anchor: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_in_s", b"begins_in_s", "slot", b"slot", "stage", b"stage", "step_s", b"step_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "begins_in_s", b"begins_in_s", "slot", b"slot", "stage", b"stage", "step_s", b"step_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1201,6 +1219,8 @@ class RoundOutcome(_message.Message):
     FRACTION_FIELD_NUMBER: _builtins.int
     DISTANCE_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     slot: _builtins.int
     fragment: _builtins.int
@@ -1221,6 +1241,14 @@ class RoundOutcome(_message.Message):
     """Euclidean distance between both sides' weights before the average; 0 when it is unknown."""
     seconds: _builtins.float
     """From the first byte to the decision; 0 when nothing was decided."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Groups only: whose displacements were averaged, the sender's too."""
+
+    @_builtins.property
+    def dropped(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupDropped]:
+        """Groups only: who was left out, of all of the vector or of some part, and why."""
+
     def __init__(
         self,
         *,
@@ -1236,14 +1264,145 @@ class RoundOutcome(_message.Message):
         fraction: _builtins.float = ...,
         distance: _builtins.float = ...,
         seconds: _builtins.float = ...,
+        members: _abc.Iterable[_builtins.str] | None = ...,
+        dropped: _abc.Iterable[Global___GroupDropped] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "distance", b"distance", "fraction", b"fraction", "fragment", b"fragment", "partner", b"partner", "result", b"result", "round_id", b"round_id", "seconds", b"seconds", "slot", b"slot", "solo_reason", b"solo_reason", "stage", b"stage", "swap", b"swap"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "distance", b"distance", "dropped", b"dropped", "fraction", b"fraction", "fragment", b"fragment", "members", b"members", "partner", b"partner", "result", b"result", "round_id", b"round_id", "seconds", b"seconds", "slot", b"slot", "solo_reason", b"solo_reason", "stage", b"stage", "swap", b"swap"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoundOutcome: _TypeAlias = RoundOutcome  # noqa: Y015
+
+@_typing.final
+class GroupDropped(_message.Message):
+    """Groups: a member whose contribution does not count, or not everywhere."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    reason: _builtins.str
+    """For people."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupDropped: _TypeAlias = GroupDropped  # noqa: Y015
+
+@_typing.final
+class GroupHeld(_message.Message):
+    """Groups: whose contributions to its own part an owner has. Said when it has all, or when half of the time is over; and
+    again when more came, until the round is closed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    ROUND_ID_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    slot: _builtins.int
+    round_id: _builtins.int
+    """As in GroupMatched."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Worker ids, the sender's too."""
+
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        round_id: _builtins.int = ...,
+        members: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "round_id", b"round_id", "slot", b"slot", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupHeld: _TypeAlias = GroupHeld  # noqa: Y015
+
+@_typing.final
+class GroupPrepared(_message.Message):
+    """Groups: which aggregates a member has verified. Said when it has all, or shortly before the decision."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    ROUND_ID_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    slot: _builtins.int
+    round_id: _builtins.int
+    """As in GroupMatched."""
+    complete: _builtins.bool
+    """Nothing is missing."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupPart]: ...
+    @_builtins.property
+    def dropped(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupDropped]:
+        """Whom the sender, as the owner of its part, refused; or whose aggregate it refused."""
+
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        round_id: _builtins.int = ...,
+        parts: _abc.Iterable[Global___GroupPart] | None = ...,
+        dropped: _abc.Iterable[Global___GroupDropped] | None = ...,
+        complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "dropped", b"dropped", "parts", b"parts", "round_id", b"round_id", "slot", b"slot", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupPrepared: _TypeAlias = GroupPrepared  # noqa: Y015
+
+@_typing.final
+class GroupPart(_message.Message):
+    """Groups: the aggregate of one part of a fragment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    part: _builtins.int
+    """Its owner's place among the round's seats."""
+    sha256: _builtins.str
+    """Of the encoded aggregate's bytes, hex."""
+    def __init__(
+        self,
+        *,
+        part: _builtins.int = ...,
+        sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupPart: _TypeAlias = GroupPart  # noqa: Y015
 
 @_typing.final
 class ToWorker(_message.Message):
@@ -1272,6 +1431,9 @@ class ToWorker(_message.Message):
     TRAINING_PAUSED_FIELD_NUMBER: _builtins.int
     SLOT_CLOCK_FIELD_NUMBER: _builtins.int
     PAIR_MATCHED_FIELD_NUMBER: _builtins.int
+    GROUP_MATCHED_FIELD_NUMBER: _builtins.int
+    GROUP_CLOSED_FIELD_NUMBER: _builtins.int
+    GROUP_DECIDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -1308,6 +1470,12 @@ class ToWorker(_message.Message):
     def slot_clock(self) -> Global___SlotClock: ...
     @_builtins.property
     def pair_matched(self) -> Global___PairMatched: ...
+    @_builtins.property
+    def group_matched(self) -> Global___GroupMatched: ...
+    @_builtins.property
+    def group_closed(self) -> Global___GroupClosed: ...
+    @_builtins.property
+    def group_decided(self) -> Global___GroupDecided: ...
     def __init__(
         self,
         *,
@@ -1329,12 +1497,15 @@ class ToWorker(_message.Message):
         training_paused: Global___TrainingPaused | None = ...,
         slot_clock: Global___SlotClock | None = ...,
         pair_matched: Global___PairMatched | None = ...,
+        group_matched: Global___GroupMatched | None = ...,
+        group_closed: Global___GroupClosed | None = ...,
+        group_decided: Global___GroupDecided | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "refused", b"refused", "retain", b"retain", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "group_closed", b"group_closed", "group_decided", b"group_decided", "group_matched", b"group_matched", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "refused", b"refused", "retain", b"retain", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "refused", b"refused", "retain", b"retain", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "group_closed", b"group_closed", "group_decided", b"group_decided", "group_matched", b"group_matched", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "refused", b"refused", "retain", b"retain", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "assignment", "assignment_renewed", "lease_grant", "step_restarted", "exchange_opened", "step_committed", "state_wanted", "finish", "refused", "standby", "heartbeat_ack", "retain", "swarm_progress", "microbatch_voided", "training_paused", "slot_clock", "pair_matched"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "assignment", "assignment_renewed", "lease_grant", "step_restarted", "exchange_opened", "step_committed", "state_wanted", "finish", "refused", "standby", "heartbeat_ack", "retain", "swarm_progress", "microbatch_voided", "training_paused", "slot_clock", "pair_matched", "group_matched", "group_closed", "group_decided"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2155,6 +2326,176 @@ class PairMatched(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PairMatched: _TypeAlias = PairMatched  # noqa: Y015
+
+@_typing.final
+class GroupMatched(_message.Message):
+    """A slot's exchange in a group, ahead of the slot: who averages with whom. All get the same."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    FRAGMENT_FIELD_NUMBER: _builtins.int
+    ROUND_ID_FIELD_NUMBER: _builtins.int
+    SEATS_FIELD_NUMBER: _builtins.int
+    ANCHOR_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
+    ADOPTERS_FIELD_NUMBER: _builtins.int
+    DONOR_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    slot: _builtins.int
+    fragment: _builtins.int
+    round_id: _builtins.int
+    """Fingerprint of everything in this message."""
+    anchor: _builtins.str
+    """The seats' starting point, as in RoundReady. Who has another one by now takes no part."""
+    deadline_s: _builtins.float
+    """Seconds after the slot's beginning until which the round must be decided."""
+    donor: _builtins.str
+    """One of the seats."""
+    @_builtins.property
+    def seats(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSeat]:
+        """In the order of worker ids. Part k of the fragment is aggregated by seat k."""
+
+    @_builtins.property
+    def adopters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Replicas with another starting point: they take no part, and copy `donor`'s after the round."""
+
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        fragment: _builtins.int = ...,
+        round_id: _builtins.int = ...,
+        seats: _abc.Iterable[Global___GroupSeat] | None = ...,
+        anchor: _builtins.str = ...,
+        deadline_s: _builtins.float = ...,
+        adopters: _abc.Iterable[_builtins.str] | None = ...,
+        donor: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopters", b"adopters", "anchor", b"anchor", "deadline_s", b"deadline_s", "donor", b"donor", "fragment", b"fragment", "round_id", b"round_id", "seats", b"seats", "slot", b"slot", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupMatched: _TypeAlias = GroupMatched  # noqa: Y015
+
+@_typing.final
+class GroupSeat(_message.Message):
+    """One member of a round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    incarnation: _builtins.int
+    """Of the life that is meant."""
+    share: _builtins.float
+    """Of the fragment that it aggregates, 0 to 1; all together make 1."""
+    weight: _builtins.float
+    """Of its displacement in the average, by the ledger; what counts is its ratio to the others'."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        share: _builtins.float = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "share", b"share", "weight", b"weight", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupSeat: _TypeAlias = GroupSeat  # noqa: Y015
+
+@_typing.final
+class GroupClosed(_message.Message):
+    """Owners aggregate from now on: exactly these members' contributions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    ROUND_ID_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    slot: _builtins.int
+    round_id: _builtins.int
+    """As in GroupMatched."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Worker ids; none when too few are here, and then the round is over."""
+
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        round_id: _builtins.int = ...,
+        members: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "round_id", b"round_id", "slot", b"slot", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupClosed: _TypeAlias = GroupClosed  # noqa: Y015
+
+@_typing.final
+class GroupDecided(_message.Message):
+    """How a round ends: which aggregates everybody applies. Who has not exactly these applies nothing, and is told in the
+    next round whose starting point to copy.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    ROUND_ID_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    slot: _builtins.int
+    round_id: _builtins.int
+    """As in GroupMatched."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupPart]:
+        """None: nothing is averaged."""
+
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Whose contributions are in them."""
+
+    @_builtins.property
+    def dropped(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupDropped]:
+        """Who was left out, and why."""
+
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        round_id: _builtins.int = ...,
+        parts: _abc.Iterable[Global___GroupPart] | None = ...,
+        members: _abc.Iterable[_builtins.str] | None = ...,
+        dropped: _abc.Iterable[Global___GroupDropped] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "members", b"members", "parts", b"parts", "round_id", b"round_id", "slot", b"slot", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupDecided: _TypeAlias = GroupDecided  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):

@@ -82,6 +82,32 @@ PAIR_WORD_KIND_WAITING: PairWordKind.ValueType  # 3
 """The sender is alive and waits; an answer says that the receiver is, too."""
 Global___PairWordKind: _TypeAlias = PairWordKind  # noqa: Y015
 
+class _GroupLeg:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GroupLegEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupLeg.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GROUP_LEG_UNSPECIFIED: _GroupLeg.ValueType  # 0
+    GROUP_LEG_CONTRIBUTION: _GroupLeg.ValueType  # 1
+    """The sender's part of its displacement, to the part's owner: the tensor "part" in the job's codec."""
+    GROUP_LEG_AGGREGATE: _GroupLeg.ValueType  # 2
+    """The owner's aggregate of its part, to every member: the tensor "part" in the return leg's codec."""
+    GROUP_LEG_ANCHOR: _GroupLeg.ValueType  # 3
+    """The starting point after the round ("phi") and the outer momentum ("m", where there is one), exactly."""
+
+class GroupLeg(_GroupLeg, metaclass=_GroupLegEnumTypeWrapper):
+    """What travels in a round of a group."""
+
+GROUP_LEG_UNSPECIFIED: GroupLeg.ValueType  # 0
+GROUP_LEG_CONTRIBUTION: GroupLeg.ValueType  # 1
+"""The sender's part of its displacement, to the part's owner: the tensor "part" in the job's codec."""
+GROUP_LEG_AGGREGATE: GroupLeg.ValueType  # 2
+"""The owner's aggregate of its part, to every member: the tensor "part" in the return leg's codec."""
+GROUP_LEG_ANCHOR: GroupLeg.ValueType  # 3
+"""The starting point after the round ("phi") and the outer momentum ("m", where there is one), exactly."""
+Global___GroupLeg: _TypeAlias = GroupLeg  # noqa: Y015
+
 @_typing.final
 class Frame(_message.Message):
     """A piece of a transfer."""
@@ -120,6 +146,7 @@ class Header(_message.Message):
     EXCHANGE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     PAIR_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     total_bytes: _builtins.int
@@ -133,6 +160,8 @@ class Header(_message.Message):
     @_builtins.property
     def pair(self) -> Global___PairHeader: ...
     @_builtins.property
+    def group(self) -> Global___GroupHeader: ...
+    @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorHeader]:
         """In the order of their bytes. At most 16, in a state transfer 16384; names differ."""
 
@@ -143,14 +172,15 @@ class Header(_message.Message):
         exchange: Global___ExchangeHeader | None = ...,
         state: Global___StateHeader | None = ...,
         pair: Global___PairHeader | None = ...,
+        group: Global___GroupHeader | None = ...,
         tensors: _abc.Iterable[Global___TensorHeader] | None = ...,
         total_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "microbatch", b"microbatch", "pair", b"pair", "state", b"state", "subject", b"subject"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "group", b"group", "microbatch", b"microbatch", "pair", b"pair", "state", b"state", "subject", b"subject"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "microbatch", b"microbatch", "pair", b"pair", "state", b"state", "subject", b"subject", "tensors", b"tensors", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "group", b"group", "microbatch", b"microbatch", "pair", b"pair", "state", b"state", "subject", b"subject", "tensors", b"tensors", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_subject: _TypeAlias = _typing.Literal["microbatch", "exchange", "state", "pair"]  # noqa: Y015
+    _WhichOneofReturnType_subject: _TypeAlias = _typing.Literal["microbatch", "exchange", "state", "pair", "group"]  # noqa: Y015
     _WhichOneofArgType_subject: _TypeAlias = _typing.Literal["subject", b"subject"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_subject) -> _WhichOneofReturnType_subject | None: ...
 
@@ -361,6 +391,48 @@ class PairWord(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PairWord: _TypeAlias = PairWord  # noqa: Y015
+
+@_typing.final
+class GroupHeader(_message.Message):
+    """Something of a round of a group. What does not fit a round that the receiver was told of is refused."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    FRAGMENT_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    ROUND_ID_FIELD_NUMBER: _builtins.int
+    LEG_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    fragment: _builtins.int
+    slot: _builtins.int
+    round_id: _builtins.int
+    """As in GroupMatched."""
+    leg: Global___GroupLeg.ValueType
+    part: _builtins.int
+    """Place of the part's owner among the round's seats; 0 for an anchor."""
+    sha256: _builtins.str
+    """SHA-256 of all tensors' bytes in their order, hex."""
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        fragment: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        round_id: _builtins.int = ...,
+        leg: Global___GroupLeg.ValueType = ...,
+        part: _builtins.int = ...,
+        sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fragment", b"fragment", "leg", b"leg", "part", b"part", "round_id", b"round_id", "sha256", b"sha256", "slot", b"slot", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupHeader: _TypeAlias = GroupHeader  # noqa: Y015
 
 @_typing.final
 class StateHeader(_message.Message):

@@ -65,6 +65,11 @@ class DataStub(object):
                 request_serializer=starlings__protos_dot_data__pb2.PairWord.SerializeToString,
                 response_deserializer=starlings__protos_dot_data__pb2.Receipt.FromString,
                 _registered_method=True)
+        self.Group = channel.stream_unary(
+                '/starlings.v1.Data/Group',
+                request_serializer=starlings__protos_dot_data__pb2.Frame.SerializeToString,
+                response_deserializer=starlings__protos_dot_data__pb2.Receipt.FromString,
+                _registered_method=True)
         self.FetchState = channel.unary_stream(
                 '/starlings.v1.Data/FetchState',
                 request_serializer=starlings__protos_dot_data__pb2.StateRequest.SerializeToString,
@@ -118,6 +123,13 @@ class DataServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Group(self, request_iterator, context):
+        """What members of a group's round send each other: see GroupLeg.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FetchState(self, request, context):
         """Committed state by block. Answered from a snapshot, so it is one version exactly.
         """
@@ -156,6 +168,11 @@ def add_DataServicer_to_server(servicer, server):
             'TellPair': grpc.unary_unary_rpc_method_handler(
                     servicer.TellPair,
                     request_deserializer=starlings__protos_dot_data__pb2.PairWord.FromString,
+                    response_serializer=starlings__protos_dot_data__pb2.Receipt.SerializeToString,
+            ),
+            'Group': grpc.stream_unary_rpc_method_handler(
+                    servicer.Group,
+                    request_deserializer=starlings__protos_dot_data__pb2.Frame.FromString,
                     response_serializer=starlings__protos_dot_data__pb2.Receipt.SerializeToString,
             ),
             'FetchState': grpc.unary_stream_rpc_method_handler(
@@ -326,6 +343,33 @@ class Data(object):
             target,
             '/starlings.v1.Data/TellPair',
             starlings__protos_dot_data__pb2.PairWord.SerializeToString,
+            starlings__protos_dot_data__pb2.Receipt.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Group(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/starlings.v1.Data/Group',
+            starlings__protos_dot_data__pb2.Frame.SerializeToString,
             starlings__protos_dot_data__pb2.Receipt.FromString,
             options,
             channel_credentials,

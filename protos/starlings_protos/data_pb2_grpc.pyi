@@ -51,6 +51,8 @@ class DataStub:
     """One side's payload of one swap of an exchange in pairs, to its partner."""
     TellPair: _grpc.UnaryUnaryMultiCallable[_data_pb2.PairWord, _data_pb2.Receipt]
     """A word between the partners of a swap. An answer says that it was heard; a refusal says how it stands there."""
+    Group: _grpc.StreamUnaryMultiCallable[_data_pb2.Frame, _data_pb2.Receipt]
+    """What members of a group's round send each other: see GroupLeg."""
     FetchState: _grpc.UnaryStreamMultiCallable[_data_pb2.StateRequest, _data_pb2.Frame]
     """Committed state by block. Answered from a snapshot, so it is one version exactly."""
 
@@ -71,6 +73,8 @@ class DataAsyncStub(DataStub):
     """One side's payload of one swap of an exchange in pairs, to its partner."""
     TellPair: _aio.UnaryUnaryMultiCallable[_data_pb2.PairWord, _data_pb2.Receipt]  # type: ignore[assignment]
     """A word between the partners of a swap. An answer says that it was heard; a refusal says how it stands there."""
+    Group: _aio.StreamUnaryMultiCallable[_data_pb2.Frame, _data_pb2.Receipt]  # type: ignore[assignment]
+    """What members of a group's round send each other: see GroupLeg."""
     FetchState: _aio.UnaryStreamMultiCallable[_data_pb2.StateRequest, _data_pb2.Frame]  # type: ignore[assignment]
     """Committed state by block. Answered from a snapshot, so it is one version exactly."""
 
@@ -124,6 +128,14 @@ class DataServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_data_pb2.Receipt, _abc.Awaitable[_data_pb2.Receipt]]:
         """A word between the partners of a swap. An answer says that it was heard; a refusal says how it stands there."""
+
+    @_abc_1.abstractmethod
+    def Group(
+        self,
+        request_iterator: _MaybeAsyncIterator[_data_pb2.Frame],
+        context: _ServicerContext,
+    ) -> _typing.Union[_data_pb2.Receipt, _abc.Awaitable[_data_pb2.Receipt]]:
+        """What members of a group's round send each other: see GroupLeg."""
 
     @_abc_1.abstractmethod
     def FetchState(

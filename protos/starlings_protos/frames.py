@@ -26,6 +26,7 @@ from starlings_compression.sizes import size_estimate
 from starlings_protos import convert, data_pb2
 from starlings_protos.buffers import Arriving
 from starlings_protos.errors import RefusedError
+from starlings_protos.group_messages import GroupHeader
 from starlings_protos.messages import ExchangeHeader, MicrobatchHeader, Refusal
 from starlings_protos.pair_messages import PairHeader
 
@@ -80,7 +81,9 @@ EXCHANGE = SubjectLimits("exchange", tensors=16)
 STATE = SubjectLimits("state", tensors=16384)
 # Weights, and the outer momentum where it travels.
 PAIR = SubjectLimits("pair", tensors=2)
-Subject = MicrobatchHeader | ExchangeHeader | PairHeader
+# A part; of an anchor weights and momentum.
+GROUP = SubjectLimits("group", tensors=2)
+Subject = MicrobatchHeader | ExchangeHeader | PairHeader | GroupHeader
 
 
 # ---------------------------------------------------------------------- writing
@@ -121,6 +124,8 @@ def make_header(
             convert.to_proto(subject, header.exchange)
         case PairHeader():
             convert.to_proto(subject, header.pair)
+        case GroupHeader():
+            convert.to_proto(subject, header.group)
         case _:
             header.state.CopyFrom(subject)
     return header
@@ -256,7 +261,7 @@ class Body:
 
 
 def subject_of(header: data_pb2.Header) -> Subject:
-    """The subject of a microbatch's, an exchange's or a pair's transfer as a record.
+    """The subject of a microbatch's, an exchange's, a pair's or a group's transfer as a record.
 
     Raises:
         FrameError: another subject, a missing part, or an unknown enum number.
@@ -269,9 +274,11 @@ def subject_of(header: data_pb2.Header) -> Subject:
                 return convert.from_proto(header.exchange, ExchangeHeader)
             case "pair":
                 return convert.from_proto(header.pair, PairHeader)
+            case "group":
+                return convert.from_proto(header.group, GroupHeader)
     except ValueError as error:
         raise FrameError(str(error)) from None
-    raise FrameError("the transfer is about no microbatch, exchange or pair")
+    raise FrameError("the transfer is about no microbatch, exchange, pair or group")
 
 
 # ---------------------------------------------------------------------- checks
@@ -352,10 +359,10 @@ def _check_subject(subject: Message) -> None:
             texts = [subject.group]
         case data_pb2.StateHeader():
             texts = [subject.block]
-        case data_pb2.PairHeader():
+        case data_pb2.PairHeader() | data_pb2.GroupHeader():
             texts = []
             if not is_sha256(subject.sha256):
-                raise FrameError("a pair's payload with a malformed SHA-256")
+                raise FrameError("a payload with a malformed SHA-256")
         case _:
             raise FrameError("an unknown subject")
     if any(len(text) > ID_LIMIT_CHARACTERS for text in texts):

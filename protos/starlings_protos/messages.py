@@ -2,7 +2,7 @@
 
 Every class mirrors the protobuf message of the same name field by field (tests hold them together), and
 `convert.py` translates. The .proto files explain the fields; comments here add only what a type cannot say. Exchanges
-in pairs have a file of their own, `pair_messages.py`, and what only `async` jobs say has `stream_messages.py`.
+in pairs and groups have `pair_messages.py` and `group_messages.py`, `async` has `stream_messages.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from starlings_protos.group_messages import (
+    GroupClosed,
+    GroupDecided,
+    GroupHeld,
+    GroupMatched,
+    GroupPrepared,
+)
 from starlings_protos.pair_messages import PairMatched, RoundOutcome, RoundReady, SlotClock
 from starlings_protos.stream_messages import (
     LeasesReturned,
@@ -194,6 +201,8 @@ ToCoordinator = (
     | LeasesReturned
     | RoundReady
     | RoundOutcome
+    | GroupHeld
+    | GroupPrepared
 )
 
 # ------------------------------------------------------------------ coordinator -> worker
@@ -370,6 +379,9 @@ ToWorker = (
     | TrainingPaused
     | SlotClock
     | PairMatched
+    | GroupMatched
+    | GroupClosed
+    | GroupDecided
 )
 
 # ------------------------------------------------------------------ data plane headers

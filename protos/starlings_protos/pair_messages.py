@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from starlings_protos.group_messages import GroupDropped
 from starlings_protos.vocabulary import WorkerId
 
 
@@ -35,6 +36,7 @@ class SoloReason(enum.IntEnum):
     FENCED = 6
     TOO_FAR = 7
     FAILED = 8
+    BEHIND = 9
 
 
 class PairWordKind(enum.IntEnum):
@@ -74,6 +76,7 @@ class RoundReady:
     begins_in_s: float
     tokens: int
     step_s: float
+    anchor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,8 @@ class RoundOutcome:
     fraction: float = 0.0
     distance: float = 0.0
     seconds: float = 0.0
+    members: tuple[WorkerId, ...] = ()
+    dropped: tuple[GroupDropped, ...] = ()
 
 
 # ------------------------------------------------------------------ between replicas

@@ -36,6 +36,7 @@ DATA_POLICY: Policy = {
     "/starlings.v1.Data/Contribute": frozenset({Role.WORKER}),
     "/starlings.v1.Data/Aggregate": frozenset({Role.WORKER}),
     "/starlings.v1.Data/Pair": frozenset({Role.WORKER}),
+    "/starlings.v1.Data/Group": frozenset({Role.WORKER}),
     "/starlings.v1.Data/TellPair": frozenset({Role.WORKER}),
     "/starlings.v1.Data/FetchState": frozenset({Role.WORKER, Role.KEEPER}),
 }

@@ -62,6 +62,26 @@ from starlings_worker.core.events import (
     StepReplayed,
     Ticked,
 )
+from starlings_worker.core.groups.work import (
+    AdoptAnchor,
+    AnchorAdopted,
+    AnchorEncoded,
+    AnchorsDigested,
+    Applied,
+    Apply,
+    DigestAnchors,
+    Displace,
+    Displaced,
+    EncodeAnchor,
+    GroupResult,
+    GroupTask,
+    GroupWork,
+    GroupWorked,
+    Judge,
+    Judged,
+    Reduce,
+    Reduced,
+)
 from starlings_worker.core.pairing.work import (
     CommitPair,
     EncodePair,
@@ -216,6 +236,8 @@ class Driver:
                 return PairJudged(effect.key, 0.5)
             case CommitPair():
                 return PairCommitted(effect.key, 1.0, 0.5)
+            case GroupWork():
+                return GroupWorked(effect.task, _group_result(effect.task))
             case AdoptState() | DigestState() | TakeCopy():
                 return StateDigested(effect.version, {"embed": f"v{effect.version}"})
 
@@ -238,3 +260,22 @@ class Driver:
 
     def said(self) -> list[ToCoordinator]:
         return [effect.message for effect in self.of(SendControl)]
+
+
+def _group_result(task: GroupTask) -> GroupResult:
+    """Of a device on which everything works: digests name what they are of."""
+    match task:
+        case DigestAnchors():
+            return AnchorsDigested(("anchor 0",))
+        case Displace(key, seats):
+            return Displaced(tuple(f"{key.round_id * 16 + part:064x}" for part in range(len(seats))))
+        case Reduce(key, _, _, me):
+            return Reduced(f"{key.round_id * 16 + me + 8:064x}", ())
+        case Judge():
+            return Judged()
+        case Apply(key):
+            return Applied(f"anchor {key.slot}", 1.0, 0.5)
+        case EncodeAnchor(key):
+            return AnchorEncoded(f"{key.slot:064x}")
+        case AdoptAnchor(key):
+            return AnchorAdopted(f"anchor {key.slot}")

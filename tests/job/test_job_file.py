@@ -61,7 +61,7 @@ def test_every_key_is_refused_where_nobody_heeds_it_and_reaches_the_rules_of_tho
     """So that no number of a job file is without effect."""
     others = {
         "momentum_codec": '"exact"', "warmup_fraction": 0.25, "outer_rate": 0.8, "outer_momentum": 0.6, "gamma": 0.75,
-        "pull_probability": 0.3, "pull": 0.4, "warmup_swaps": 1, "swaps": 1,
+        "pull_probability": 0.3, "pull": 0.4, "warmup_swaps": 1, "swaps": 1, "robust": '"trimmed"', "merge_alpha": 0.5,
     }  # fmt: skip
     context = {
         "warmup_every": "warmup_fraction = 0.1\n",
@@ -70,8 +70,8 @@ def test_every_key_is_refused_where_nobody_heeds_it_and_reaches_the_rules_of_tho
     for preset in BY_SLOTS:
         name = f'preset = "{preset}"\n'
         if preset not in HEEDED_BY[key]:
-            wrong = (
-                "exact" if key == "momentum_codec" else 7 if key in ("every", "fragments", "swaps") else 0.3
+            wrong: object = {"momentum_codec": "exact", "robust": "trimmed", "swaps": 7, "seed": 7}.get(
+                key, 0.3
             )
             value = 3 if key in ("warmup_swaps", "warmup_every") else wrong
             text = f'{key} = "{value}"\n' if isinstance(value, str) else f"{key} = {value}\n"
@@ -157,8 +157,8 @@ def test_microbatch_follows_batch_when_left_out() -> None:
             'preset = "pairs" needs schedule = "async"; write that, or with schedule = "sync" one of allreduce',
         ),
         (
-            '[exchange]\npreset = "diloco"',
-            "'diloco' is not there yet (it comes in a later version); write \"allreduce\"",
+            '[exchange]\npreset = "gossip"',
+            "'gossip' is not there yet (it comes in a later version); write \"allreduce\"",
         ),
         (
             "[exchange]\nswaps = 3",
@@ -210,7 +210,7 @@ def test_microbatch_follows_batch_when_left_out() -> None:
         ("[train]\nlr = nan", "finite"),
         ("[train]\nwarmup = 3.5", "whole number of steps"),
         ("[exchange]\nevery = 50", 'every = 50 is for preset = "pairs"'),
-        ('[exchange]\nrobust = "trimmed"', "write 'none'"),
+        ('[exchange]\nrobust = "trimmed"', "robust = 'trimmed' is for preset = \"diloco\""),
         ('[exchange]\ncodec = "rle:64/4096"', "unknown name 'rle'; allowed: topk:K/CHUNK, randk:K/CHUNK"),
         ('[pipeline]\ncodec = "int9"', "line 7: [pipeline] codec: codec 'int9': unknown name"),
         ("[pipeline]\nstages = -1", "line 7: [pipeline] stages: -1 is neither a number of stages, such as 3"),

@@ -22,6 +22,7 @@ from starlings_protos import (
     control_pb2,
     convert,
     data_pb2,
+    group_messages,
     messages,
     pair_messages,
     process_pb2,
@@ -34,13 +35,18 @@ MODULES = (common_pb2, control_pb2, data_pb2, process_pb2)
 RECORDS: dict[str, type] = {
     name: value
     for name, value in (
-        vars(messages) | vars(pair_messages) | vars(stream_messages) | vars(status) | vars(telemetry)
+        vars(messages)
+        | vars(pair_messages)
+        | vars(group_messages)
+        | vars(stream_messages)
+        | vars(status)
+        | vars(telemetry)
     ).items()
     if isinstance(value, type) and dataclasses.is_dataclass(value)
 }
 ENUMS: dict[str, type[enum.IntEnum]] = {
     name: value
-    for name, value in (vars(messages) | vars(pair_messages)).items()
+    for name, value in (vars(messages) | vars(pair_messages) | vars(group_messages)).items()
     if isinstance(value, type) and issubclass(value, enum.IntEnum)
 }
 UNSIGNED_BITS = {FieldDescriptor.TYPE_UINT32: 32, FieldDescriptor.TYPE_UINT64: 64}

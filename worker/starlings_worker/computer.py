@@ -58,11 +58,13 @@ from starlings_worker.core.events import (
     StepApplied,
     StepReplayed,
 )
+from starlings_worker.core.groups.work import GroupWork
 from starlings_worker.core.pairing.work import CommitPair, EncodePair, JudgePair, TakeOuterStep
 from starlings_worker.device import Device
 from starlings_worker.emulation import BACKWARD_PART, FORWARD_PART, Throttle
 from starlings_worker.errors import EngineFault
 from starlings_worker.exchange import ExchangeBuffers, RefusedPart
+from starlings_worker.group_device import GroupDevice
 from starlings_worker.history import PREFIX, History, Part
 from starlings_worker.kept import Encoded, Kept, Microbatches
 from starlings_worker.left_behind import LeftBehind, leave_behind
@@ -133,6 +135,8 @@ class Computer:
         self.exchange: ExchangeBuffers | None = None
         # In jobs whose replicas exchange in pairs.
         self.pairs: PairDevice | None = None
+        # In those whose replicas exchange in groups.
+        self.groups: GroupDevice | None = None
         self._runner: Runner | None = None
         self._cache = cache
         self.left_behind: LeftBehind | None = None
@@ -141,7 +145,7 @@ class Computer:
 
     def drop(self) -> None:
         """Frees everything: the span, every microbatch, part and snapshot."""
-        self.held = self._runner = self.exchange = self.pairs = None
+        self.held = self._runner = self.exchange = self.pairs = self.groups = None
         self.microbatches.clear()
         self.snapshots.clear()
         self.history.clear()
@@ -189,7 +193,10 @@ class Computer:
         rules = self._job.pair_rules
         if rules is not None:
             vectors = {stage: held.vectors[stage_group(stage)] for stage in held.span.stages}
-            self.pairs = PairDevice(rules, vectors)
+            if rules.topology == "all":
+                self.groups = GroupDevice(rules, vectors)
+            else:
+                self.pairs = PairDevice(rules, vectors)
         return held.block_digests()
 
     # ---------------------------------------------------------------- effects
@@ -226,12 +233,14 @@ class Computer:
                 self._span().zero_gradients()
                 self._span().version = effect.version
                 # Nobody meets any more, and the average of all will need the memory.
-                self.pairs = None
+                self.pairs = self.groups = None
                 return Settled(effect.version)
             case AdoptState():
                 self._buffers().adopt()
                 if self.pairs is not None:
                     self.pairs.restart()
+                if self.groups is not None:
+                    self.groups.restart()
                 return self._digest(effect.version, effect.snapshot)
             case DigestState():
                 if effect.hand_over and (left := self._leave_behind(effect)) is not None:
@@ -244,6 +253,13 @@ class Computer:
                     met = self.pairs.execute(effect)
                     self.device.synchronise()
                 return met
+            case GroupWork():
+                if self.groups is None:
+                    raise EngineFault("no span that exchanges in groups is held")
+                with self._meters.timing("serialise"), self._throttle.block():
+                    worked = self.groups.execute(effect)
+                    self.device.synchronise()
+                return worked
             case Load() | ReplayStep():
                 raise AssertionError("mostly waiting for donors: the loader's and the replayer's")
             case _:

@@ -76,6 +76,7 @@ from starlings_worker.core.events import (
     PartSent,
     Ticked,
 )
+from starlings_worker.core.groups.work import ForgetGroup, GroupWork, SendGroup
 from starlings_worker.core.pairing.work import (
     CommitPair,
     EncodePair,
@@ -88,6 +89,7 @@ from starlings_worker.core.pairing.work import (
 from starlings_worker.core.streaming.rules import StreamRules
 from starlings_worker.device import Device
 from starlings_worker.emulation import Throttle
+from starlings_worker.group_transfers import GroupTransfers
 from starlings_worker.links import Links, PushError
 from starlings_worker.loader import Donors, Loader
 from starlings_worker.meters import Meters
@@ -146,6 +148,7 @@ class Life:
         self._loader = Loader(self.computer, self._donors, self.profile, self.on_device, log)
         self._replayer = Replayer(self.computer, self._donors, self.on_device, log)
         self._pair_transfers = PairTransfers(links, lambda: self.computer.pairs, self._spawn, self.deliver)
+        self._group_transfers = GroupTransfers(links, lambda: self.computer.groups, self._spawn, self.deliver)
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake: asyncio.TimerHandle | None = None
         self._wake_at_s = float("inf")
@@ -221,6 +224,8 @@ class Life:
                 self._spawn(self._send_part(effect))
             case SendPair() | SendWord() | ForgetPair():
                 self._pair_transfers.carry_out(effect)
+            case SendGroup() | ForgetGroup():
+                self._group_transfers.carry_out(effect)
             case ForgetMicrobatch():
                 self.computer.microbatches.forget(effect.key)
             case ForgetPart():
@@ -255,6 +260,7 @@ class Life:
                 | EncodePair()
                 | JudgePair()
                 | CommitPair()
+                | GroupWork()
             ):
                 self._on_compute_thread(effect)
             case _:

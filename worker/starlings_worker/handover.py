@@ -68,6 +68,9 @@ class _Service(data_pb2_grpc.DataServicer):
     async def Pair(self, request_iterator: object, context: Context) -> data_pb2.Receipt:
         return await self._gone(context)
 
+    async def Group(self, request_iterator: object, context: Context) -> data_pb2.Receipt:
+        return await self._gone(context)
+
     async def TellPair(self, request: object, context: Context) -> data_pb2.Receipt:
         return await self._gone(context)
 

@@ -22,6 +22,7 @@ from starlings_protos import convert, data_pb2, data_pb2_grpc, frames
 from starlings_protos.assignments import CoordinatorClock
 from starlings_protos.errors import RefusedError, abort
 from starlings_protos.frames import FrameError
+from starlings_protos.group_messages import GroupHeader
 from starlings_protos.messages import (
     ExchangeHeader,
     MicrobatchHeader,
@@ -43,8 +44,11 @@ from starlings_worker.core.events import (
     PartAborted,
     PartArrived,
 )
+from starlings_worker.core.groups.work import GroupAborted, GroupArrived
 from starlings_worker.core.pairing.work import PairAborted, PairArrived, PairKey, PairMoved, WordTold
 from starlings_worker.engine_life import Life
+from starlings_worker.group_device import GroupDevice
+from starlings_worker.group_transfers import check_group_payload
 from starlings_worker.kept import Kept
 from starlings_worker.links import ADMITTED_METADATA_KEY, STALL_S
 from starlings_worker.meters import Meters
@@ -116,6 +120,9 @@ class DataService(data_pb2_grpc.DataServicer):
 
     async def Pair(self, request_iterator: _Frames, context: Context) -> data_pb2.Receipt:
         return await self._payload(request_iterator, context)
+
+    async def Group(self, request_iterator: _Frames, context: Context) -> data_pb2.Receipt:
+        return await self._group_payload(request_iterator, context)
 
     async def TellPair(self, request: data_pb2.PairWord, context: Context) -> data_pb2.Receipt:
         try:
@@ -242,6 +249,40 @@ class DataService(data_pb2_grpc.DataServicer):
 
         await self._take(life, sender, header, source, context, keep, aborted)
         life.deliver(PairArrived(subject, sender))
+        return convert.to_proto(answer, data_pb2.Receipt())  # type: ignore[return-value]
+
+    # ---------------------------------------------------------------- exchange in groups
+
+    async def _group_payload(self, incoming: _Frames, context: Context) -> data_pb2.Receipt:
+        try:
+            life, sender = self._caller(context)
+            source = _Timed(incoming, self._pace)
+            device = _group_device(life)
+            header = await frames.read_header(
+                source, limit_bytes=device.largest_bytes, subject_limits=frames.GROUP
+            )
+            subject = frames.subject_of(header)
+            assert isinstance(subject, GroupHeader)
+            check_group_payload(header, subject, device)
+            answer = self._with_room(
+                sender, header, life, lambda: life.core.meeting.admit(subject, sender, life.now_s)
+            )
+        except (RefusedError, FrameError, TimeoutError) as error:
+            await _refuse(context, error)
+        if not isinstance(answer, Receipt):
+            return await _settled(answer, context)
+        codecs = {tensor.name: tensor.codec for tensor in header.tensors}
+
+        def aborted(reason: str) -> Event:
+            return GroupAborted(subject, sender, reason)
+
+        def keep(tensors: dict[str, _Body]) -> None:
+            kept = {name: (body.data, codecs[name]) for name, body in tensors.items()}
+            if not device.keep(subject, sender, kept):
+                raise FrameError("the round is over here", Refusal.STALE)
+
+        await self._take(life, sender, header, source, context, keep, aborted)
+        life.deliver(GroupArrived(subject, sender))
         return convert.to_proto(answer, data_pb2.Receipt())  # type: ignore[return-value]
 
     # ---------------------------------------------------------------- shared steps
@@ -396,8 +437,9 @@ def _decode_all(header: data_pb2.Header, buffers: list[memoryview], life: Life) 
     computation's. A partner's payload is decoded when it is judged; here it must be what its header says.
     """
     bodies = {}
-    if header.WhichOneof("subject") == "pair":
-        check_bytes(header, buffers)
+    subject = header.WhichOneof("subject")
+    if subject in ("pair", "group"):
+        check_bytes(getattr(header, subject).sha256, buffers)
     for tensor, data in zip(header.tensors, buffers, strict=True):
         decoded = None
         if tensor.name in ("hidden", "gradient"):
@@ -413,6 +455,13 @@ def _pair_device(life: Life) -> PairDevice:
     device = life.computer.pairs
     if device is None:
         raise RefusedError(Refusal.NOT_HELD, "no exchange in pairs runs here")
+    return device
+
+
+def _group_device(life: Life) -> GroupDevice:
+    device = life.computer.groups
+    if device is None:
+        raise RefusedError(Refusal.NOT_HELD, "no exchange in groups runs here")
     return device
 
 

@@ -190,7 +190,7 @@ class Links:
         kind: str,
         background: Callable[[], None] | None = None,
     ) -> Receipt:
-        """One transfer to a peer: `method` is "Forward", "Backward", "Contribute", "Aggregate" or "Pair".
+        """One transfer to a peer: `method` is "Forward", "Backward", "Contribute", "Aggregate", "Pair" or "Group".
 
         Args:
             kind: under which the bytes are counted.

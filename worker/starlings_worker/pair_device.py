@@ -196,7 +196,7 @@ class PairDevice:
         self._phases[place] = phase
         self._rule.at_slot(state, self._theta(*place), phase)
         if self._rules.reset_first_moment:
-            self._forget_first_moment(*place)
+            forget_first_moment(self._vectors[effect.stage], self._bounds[effect.stage][effect.fragment])
         return OuterStepTaken(effect.stage, effect.slot)
 
     @torch.no_grad()
@@ -213,15 +213,6 @@ class PairDevice:
                 if of_stage == stage:
                     rate = learning_rate / self._rule.gradient_factor
                     self._rule.pull(state, self._theta(stage, fragment), rate)
-
-    def _forget_first_moment(self, stage: int, fragment: int) -> None:
-        """It points along the steps that the outer step has just replaced."""
-        begin, end = self._bounds[stage][fragment]
-        for piece in self._vectors[stage].stretches("exp_avg"):
-            first, last = max(begin, piece.start), min(end, piece.stop)
-            if first < last:
-                moved = piece.state_start - piece.start
-                self._vectors[stage].state["exp_avg"][first + moved : last + moved].zero_()
 
     def _encode(self, key: PairKey) -> PairEncoded | PairFailed:
         if key in self._forgotten:
@@ -305,3 +296,13 @@ def digest_of(buffers: list[Buffer] | list[memoryview]) -> str:
     for buffer in buffers:
         digest.update(buffer)
     return digest.hexdigest()
+
+
+def forget_first_moment(vector: FlatVector, bounds: Bounds) -> None:
+    """Of the elements within `bounds`: it points along the steps that an outer step has just replaced."""
+    begin, end = bounds
+    for piece in vector.stretches("exp_avg"):
+        first, last = max(begin, piece.start), min(end, piece.stop)
+        if first < last:
+            moved = piece.state_start - piece.start
+            vector.state["exp_avg"][first + moved : last + moved].zero_()

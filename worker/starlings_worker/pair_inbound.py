@@ -42,9 +42,9 @@ def check_payload(header: data_pb2.Header, subject: PairHeader, device: PairDevi
             )
 
 
-def check_bytes(header: data_pb2.Header, buffers: list[memoryview]) -> None:
+def check_bytes(sha256: str, buffers: list[memoryview]) -> None:
     """Raises FrameError: they are not those that the header is about."""
-    if digest_of(buffers) != header.pair.sha256:
+    if digest_of(buffers) != sha256:
         raise FrameError("the payload's bytes have another digest than its header says")
 
 

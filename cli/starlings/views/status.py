@@ -202,7 +202,8 @@ def exchange_lines(exchanges: Sequence[control_pb2.StageExchanges], limit: int =
     for stage in exchanges[:limit]:
         if text:
             text.append("\n")
-        text.append(f"pairs of stage {stage.stage} ", style="dim")
+        kind = "group" if any(replica.last.members for replica in stage.replicas) else "pairs"
+        text.append(f"{kind} of stage {stage.stage} ", style="dim")
         if not stage.slot_length_s:
             text.append("no clock yet: waiting for every replica's first step")
             continue

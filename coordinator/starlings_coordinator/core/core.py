@@ -50,6 +50,7 @@ from starlings_coordinator.core.stepping import Stepping
 from starlings_coordinator.core.streaming.newcomers import StreamJoining
 from starlings_coordinator.core.streaming.streaming import Streaming
 from starlings_coordinator.core.views import status
+from starlings_protos.group_messages import GroupHeld, GroupPrepared
 from starlings_protos.messages import (
     CatchUpFailed,
     EngineDown,
@@ -257,6 +258,8 @@ class Core:
                 self.schedule.round_ready(member, message)
             case RoundOutcome():
                 self.schedule.round_outcome(member, message)
+            case GroupHeld() | GroupPrepared():
+                self.schedule.group_said(member, message)
             case _:
                 assert_never(message)
 

@@ -13,6 +13,7 @@ from starlings_coordinator.core.members import Member
 from starlings_coordinator.core.patience import Patience
 from starlings_coordinator.core.phase import Phase
 from starlings_coordinator.core.records import StepRetried
+from starlings_protos.group_messages import GroupFromMember
 from starlings_protos.messages import (
     ExchangeFailed,
     ExchangeGroup,
@@ -117,6 +118,9 @@ class Schedule(ABC):
         self._core.dropped_messages += 1
 
     def round_outcome(self, member: Member, message: RoundOutcome) -> None:
+        self._core.dropped_messages += 1
+
+    def group_said(self, member: Member, message: GroupFromMember) -> None:
         self._core.dropped_messages += 1
 
     @abstractmethod

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from starlings_job.codecs import boundary_bytes, exchange_bytes
 from starlings_job.exchange_settings import NONE
-from starlings_job.exchange_traffic import swap_bytes
+from starlings_job.exchange_traffic import round_bytes, swap_bytes
 from starlings_job.profile import Profile
 from starlings_job.spec import JobSpec
 from starlings_protos.messages import Span, Stage, WorkerId
@@ -39,8 +39,9 @@ def largest_exchange_bytes(
         members = sum(index in span for span in spans.values())
         if rules is not None:
             # Nobody is met twice in a slot.
-            swaps = min(rules.swaps, members - 1)
-            sent.append(swaps * swap_bytes(rules, rules.main, elements))
+            pairwise = min(rules.swaps, members - 1) * swap_bytes(rules, rules.main, elements)
+            in_group = rules.topology == "all"
+            sent.append(round_bytes(rules, rules.main, elements, members) if in_group else pairwise)
         else:
             sent.append(
                 exchange_bytes(

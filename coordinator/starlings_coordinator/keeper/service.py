@@ -87,6 +87,9 @@ class KeeperService(data_pb2_grpc.DataServicer):
     async def Pair(self, request_iterator: object, context: Context) -> data_pb2.Receipt:
         return await _not_here(context)
 
+    async def Group(self, request_iterator: object, context: Context) -> data_pb2.Receipt:
+        return await _not_here(context)
+
     async def TellPair(self, request: object, context: Context) -> data_pb2.Receipt:
         return await _not_here(context)
 

@@ -1,8 +1,8 @@
 """The worker's core: `handle(event, now_s, rng) -> effects`. No clock, no I/O, no torch, no grpc.
 
-It keeps the plan's place of this worker, decides what the device does next, and composes the parts that do
-the rest: `table` (microbatches, slots, leases), `flow` (computation and routing), `training` (steps and
-exchanges), `outbox` (the coordinator's ear).
+It keeps the plan's place of this worker, decides what the device does next, and composes the parts that do the rest:
+`table` (microbatches, slots, leases), `flow` (computation and routing), `training` (steps and exchanges), `outbox` (the
+coordinator's ear).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import assert_never
 
+from starlings_protos.group_messages import GroupClosed, GroupDecided, GroupMatched
 from starlings_protos.messages import (
     Assignment,
     AssignmentRenewed,
@@ -74,6 +75,7 @@ from starlings_worker.core.events import (
     Ticked,
 )
 from starlings_worker.core.flow import Flow
+from starlings_worker.core.groups.work import GroupNetworkEvent, GroupWorked
 from starlings_worker.core.invariants import check
 from starlings_worker.core.observing import Observing
 from starlings_worker.core.outbox import Outbox
@@ -113,12 +115,11 @@ class WorkerCore:
         self.peers = PeerTable(self.timings)
         self.outbox = Outbox(lambda message: self._effects.append(SendControl(message)))
         self.table: MicrobatchTable
+        emit = self._effects.append
         if rules is None:
-            self.table = MicrobatchTable(worker_id, self.device, self.counters, self._effects.append)
+            self.table = MicrobatchTable(worker_id, self.device, self.counters, emit)
         else:
-            self.table = stream_table = StreamTable(
-                worker_id, self.device, self.counters, self._effects.append
-            )
+            self.table = stream_table = StreamTable(worker_id, self.device, self.counters, emit)
         self.parts = PartStore(self.counters, self._effects.append)
         self.flow = Flow(
             worker_id,
@@ -152,8 +153,7 @@ class WorkerCore:
                 self._effects.append,
                 self._rng.random,
             )
-        pairs = self.stream.pairs if self.stream is not None else None
-        self.meeting = Meeting(pairs, self.flow.receipt, self.counters)
+        self.meeting = Meeting(self.stream.pairs if self.stream else None, self.flow.receipt, self.counters)
         self.placement = Placement(
             worker_id,
             self.timings,
@@ -259,7 +259,7 @@ class WorkerCore:
         return effects
 
     def _dispatch(self, event: Event, now_s: float) -> None:
-        if isinstance(event, PairNetworkEvent):
+        if isinstance(event, PairNetworkEvent | GroupNetworkEvent):
             # No progress of this worker's: a partner goes on poking one whose device hangs.
             self.meeting.happened(event, now_s)
             return
@@ -315,7 +315,7 @@ class WorkerCore:
                     self._device_did(event, now_s)
 
     def _device_did(self, event: DeviceOutcome, now_s: float) -> None:
-        if isinstance(event, PairDeviceOutcome):
+        if isinstance(event, PairDeviceOutcome | GroupWorked):
             self.meeting.happened(event, now_s)
             return
         match event:
@@ -416,7 +416,7 @@ class WorkerCore:
                 pass  # The shell's business.
             case MicrobatchVoided() | TrainingPaused():
                 self.counters["stale_messages"] += 1
-            case SlotClock() | PairMatched():
+            case SlotClock() | PairMatched() | GroupMatched() | GroupClosed() | GroupDecided():
                 self.meeting.told(message, now_s)
             case _:
                 assert_never(message)
@@ -482,7 +482,7 @@ class WorkerCore:
             pass
         elif waiting:
             self.device.running = waiting.popleft()
-        elif self.loaded:
+        elif self.loaded and not self.meeting.holds_training:
             self.device.running = self.flow.next_computation(now_s, rng)
         if self.device.running is not None:
             self._effects.append(self.device.running)

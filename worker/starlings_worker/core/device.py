@@ -44,6 +44,7 @@ from starlings_worker.core.events import (
     StepApplied,
     StepReplayed,
 )
+from starlings_worker.core.groups.work import GroupWork, GroupWorked
 from starlings_worker.core.pairing.work import (
     CommitPair,
     EncodePair,
@@ -75,6 +76,7 @@ DeviceOutcome = (
     | ReplayFailed
     | StateDigested
     | PairDeviceOutcome
+    | GroupWorked
 )
 
 
@@ -115,6 +117,8 @@ def belongs(effect: DeviceEffect, outcome: DeviceOutcome) -> bool:
             return isinstance(outcome, PairJudged | PairFailed) and outcome.key == key
         case CommitPair(key):
             return isinstance(outcome, PairCommitted | PairFailed) and outcome.key == key
+        case GroupWork(task):
+            return isinstance(outcome, GroupWorked) and outcome.task == task
         case OpenExchange():
             name = (effect.step, effect.attempt, effect.group.group)
             if isinstance(outcome, ExchangePrepared) and outcome.pass_number != 0:

@@ -1,8 +1,8 @@
 """What the worker's core asks its shell to do. Imperative; each effect's outcome comes back as an event.
 
 *Device effects* (Load, ClearGradients, ComputeForward, ComputeBackward, OpenExchange, ReducePart, Assemble,
-ApplyStep, StepStages, TakeCopy, Settle, ReplayStep, AdoptState, DigestState, and those of pairing/work.py) touch the
-weights, the accumulators or a graph. At most one of them is outstanding at a time, and each has exactly one outcome
+ApplyStep, StepStages, TakeCopy, Settle, ReplayStep, AdoptState, DigestState, GroupWork, those of pairing/work.py) touch
+the weights, the accumulators or a graph. At most one of them is outstanding at a time, and each has exactly one outcome
 event: the core owns the device's queue, so that backward work goes first. The other effects are done at once, in the
 order of the returned tuple. Sends run beside the device; each has exactly one outcome event, whatever becomes of its
 key meanwhile (but for those that ForgetPair breaks off).
@@ -26,6 +26,7 @@ from starlings_protos.messages import (
     WorkerId,
 )
 from starlings_worker.core.events import Direction, Leg
+from starlings_worker.core.groups.work import GroupNetworkEffect, GroupWork
 from starlings_worker.core.pairing.work import PairDeviceEffect, PairNetworkEffect
 
 
@@ -329,6 +330,7 @@ DeviceEffect = (
     | AdoptState
     | DigestState
     | PairDeviceEffect
+    | GroupWork
 )
 
 Effect = (
@@ -342,4 +344,5 @@ Effect = (
     | KeepHistory
     | Stop
     | PairNetworkEffect
+    | GroupNetworkEffect
 )

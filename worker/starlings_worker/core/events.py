@@ -39,6 +39,7 @@ from starlings_protos.messages import (
     ToWorker,
     WorkerId,
 )
+from starlings_worker.core.groups.work import GroupNetworkEvent, GroupWorked
 from starlings_worker.core.pairing.work import PairDeviceOutcome, PairNetworkEvent
 
 
@@ -372,4 +373,6 @@ Event = (
     | Ticked
     | PairDeviceOutcome
     | PairNetworkEvent
+    | GroupWorked
+    | GroupNetworkEvent
 )

@@ -110,6 +110,10 @@ class MicrobatchTable:
 
     # ------------------------------------------------------------------ coming in
 
+    @property
+    def worker_id(self) -> WorkerId:
+        return self._worker_id
+
     def admit(
         self, direction: Direction, header: MicrobatchHeader, sender: WorkerId, receipt: Receipt
     ) -> Admission:

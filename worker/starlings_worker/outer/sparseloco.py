@@ -61,7 +61,7 @@ class SparseLoCo:
         torch.sub(state.outgoing, own, out=state.residual)
         alpha = self.rules.merge_alpha if overlapped else 0.0
         for here in chunks(theta):
-            phi = state.phi[here].sub_(aggregate[here], alpha=phase.outer_rate)
+            phi = state.phi[here].sub_(aggregate[here] * phase.outer_rate)
             merge(theta[here], phi, alpha)
 
     @property

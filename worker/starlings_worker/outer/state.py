@@ -87,11 +87,12 @@ def nesterov_step(phi: Tensor, momentum: Tensor, displacement: Tensor, eta: floa
     """m = mu m + D ;  phi = phi - eta (D + mu m). In place; `displacement` (a chunk, D) is used up.
 
     Nesterov's momentum as SGD with momentum is usually written (Sutskever et al. 2013, section 2, with the parameters
-    at the point looked ahead to); the outer step of DiLoCo (Douillard et al. 2023, algorithm 1).
+    at the point looked ahead to); the outer step of DiLoCo (Douillard et al. 2023, algorithm 1). Each operation is
+    rounded by itself, so that unlike machines, which fuse a product and a sum or do not, find the same bits.
     """
     momentum.mul_(mu).add_(displacement)
-    displacement.add_(momentum, alpha=mu)
-    phi.sub_(displacement, alpha=eta)
+    displacement.add_(momentum.mul(mu))
+    phi.sub_(displacement.mul_(eta))
 
 
 def merge(theta: Tensor, phi: Tensor, alpha: float) -> None:

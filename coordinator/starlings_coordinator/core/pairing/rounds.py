@@ -40,6 +40,7 @@ from starlings_coordinator.core.pairing.weights import (
 )
 from starlings_job.exchange_rules import ExchangeRules, Phase, pair_share
 from starlings_job.exchange_traffic import swap_bytes
+from starlings_protos.group_messages import GroupFromCoordinator
 from starlings_protos.messages import WorkerId
 from starlings_protos.pair_messages import (
     PairMatched,
@@ -67,7 +68,7 @@ LATE_SHARE = 3
 # Lower: messages that take a while on the way are taken for a wrong clock. Higher: less of a slot is left for a pair.
 CLOCK_OFF_MOST = 0.1
 
-Told = tuple[WorkerId, SlotClock | PairMatched]
+Told = tuple[WorkerId, SlotClock | PairMatched | GroupFromCoordinator]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Exchanges in pairs of an `async` job: one `StageRounds` per stage, fed with holders, time and what replicas say.
+"""Exchanges of an `async` job: one `StageRounds` (pairs) or `GroupStage` (groups) per stage, fed with holders, time and
+what replicas say.
 
     plan changes ------------> joined, left          RoundReady ---> SlotClock, PairMatched
     ticks -------------------> slots, matches        RoundOutcome -> whose work is no replica's alone any more
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from starlings_coordinator.core.grouping.stage import GroupStage
 from starlings_coordinator.core.members import Member
 from starlings_coordinator.core.pairing.links import PassiveEstimates, Place
 from starlings_coordinator.core.pairing.outcomes import Named
@@ -23,6 +25,7 @@ from starlings_coordinator.core.pairing.rounds import START_WAIT_S, PairSettings
 from starlings_coordinator.core.phase import Phase
 from starlings_coordinator.core.records import SlotsReserved
 from starlings_coordinator.core.streaming.contributions import Contributions
+from starlings_protos.group_messages import GroupDecided, GroupDropped, GroupFromMember
 from starlings_protos.messages import WorkerId
 from starlings_protos.pair_messages import RoundOutcome, RoundReady, SlotClock, SoloReason, SwapResult
 from starlings_protos.status import ReplicaRounds, StageExchanges
@@ -62,6 +65,8 @@ class Exchanges:
         self._announced: list[tuple[float, bool]] = []
         self._named_at_s: dict[tuple[WorkerId, WorkerId], float] = {}
         self._suspects: set[WorkerId] = set()
+        # The round of a group whose decision was told to people last.
+        self._spoken_of = 0
 
     # ------------------------------------------------------------------ the life of a plan
 
@@ -82,8 +87,9 @@ class Exchanges:
             job.steps_total * job.tokens_per_step,
             0,
         )
+        kind = GroupStage if rules.topology == "all" else StageRounds
         self.stages = tuple(
-            StageRounds(
+            kind(
                 number,
                 replace(settings, elements=self._elements(number)),
                 self._links,
@@ -172,13 +178,25 @@ class Exchanges:
         if not rounds.outcome(member.worker_id, member.incarnation, message):
             return
         if message.result is not SwapResult.SOLO:
-            # The sender has what its partner had when the slot began; whether the partner has its own, that one says.
-            count = self._at_slot[message.stage].get(message.slot, {}).get(message.partner, 0)
-            self._contributions.merged(message.partner, message.stage, message.fragment, count)
+            # The sender has what its partners had when the slot began; whether they have its own, they say.
+            at_slot = self._at_slot[message.stage].get(message.slot, {})
+            partners = [message.partner] if message.partner else message.members
+            for partner in partners:
+                if partner != member.worker_id:
+                    count = at_slot.get(partner, 0)
+                    self._contributions.merged(partner, message.stage, message.fragment, count)
         elif message.solo_reason in _TROUBLE:
             self._speak_of(rounds, member, message)
         if message.solo_reason is SoloReason.TOO_FAR:
             self._let_copy(member)
+
+    def group_said(self, member: Member, message: GroupFromMember) -> None:
+        rounds = self._rounds_of(member, message.stage)
+        if not isinstance(rounds, GroupStage):
+            self._core.dropped_messages += 1
+            return
+        now_s = self._core.now.monotonic_s
+        self._tell(rounds, rounds.said(member.worker_id, member.incarnation, message, now_s))
 
     def _rounds_of(self, member: Member, stage: int) -> StageRounds | None:
         span = self._core.state.spans.get(member.worker_id)
@@ -210,6 +228,9 @@ class Exchanges:
             member = core.members.get(worker_id)
             if member is not None:
                 core.desk.send(member, message)
+            if isinstance(message, GroupDecided) and message.dropped and self._spoken_of != message.round_id:
+                self._spoken_of = message.round_id
+                self._speak_of_dropped(message, message.dropped)
             if isinstance(message, SlotClock) and (clock is None or message.slot > clock.slot):
                 clock = message
         self._reserve(newest)
@@ -226,7 +247,8 @@ class Exchanges:
         if clock.warmup == warmup and math.isclose(clock.slot_length_s, length_s):
             return
         self._announced[stage] = (clock.slot_length_s, clock.warmup)
-        words = f"replicas of stage {stage} exchange in pairs every {clock.slot_length_s:.1f} s"
+        kind = "a group" if isinstance(self.stages[stage], GroupStage) else "pairs"
+        words = f"replicas of stage {stage} exchange in {kind} every {clock.slot_length_s:.1f} s"
         self._core.desk.announce("exchange", words + (" (warm-up)" if clock.warmup else ""))
 
     def _note_slot(self, rounds: StageRounds) -> None:
@@ -243,16 +265,26 @@ class Exchanges:
     def _speak_of(self, rounds: StageRounds, member: Member, message: RoundOutcome) -> None:
         core, now_s = self._core, self._core.now.monotonic_s
         pair = (member.worker_id, message.partner)
+        partner = message.partner or "its group"
         if now_s - self._named_at_s.get(pair, float("-inf")) >= NAMED_EVERY_S:
             self._named_at_s[pair] = now_s
             why = (message.detail or message.solo_reason.name.lower())[:WORDS_MOST]
-            words = f"{member.worker_id} goes without {message.partner} in slot {message.slot}"
+            words = f"{member.worker_id} goes without {partner} in slot {message.slot}"
             core.desk.announce("exchange", f"{words} of stage {message.stage}: {why}")
         for suspect in rounds.book.suspects():
             if suspect not in self._suspects:
                 self._suspects.add(suspect)
                 accusers = ", ".join(sorted(rounds.book.of(suspect).accusers)[:4])
                 core.desk.announce("suspect", f"{suspect} is named by several partners: {accusers}")
+
+    def _speak_of_dropped(self, message: GroupDecided, dropped: tuple[GroupDropped, ...]) -> None:
+        now_s = self._core.now.monotonic_s
+        for one in dropped:
+            pair = (WorkerId(""), one.worker_id)
+            if now_s - self._named_at_s.get(pair, float("-inf")) >= NAMED_EVERY_S:
+                self._named_at_s[pair] = now_s
+                words = f"slot {message.slot} of stage {message.stage} goes without {one.worker_id}"
+                self._core.desk.announce("exchange", f"{words}: {one.reason[:WORDS_MOST]}")
 
     # ------------------------------------------------------------------ for people
 

@@ -23,6 +23,7 @@ from starlings_coordinator.core.streaming.exchanges import Exchanges
 from starlings_coordinator.core.streaming.leasing import Leasing
 from starlings_coordinator.core.streaming.newcomers import StreamJoining
 from starlings_coordinator.core.streaming.progress import Progress, way_flaw
+from starlings_protos.group_messages import GroupFromMember
 from starlings_protos.messages import (
     ExchangeFailed,
     LeaseRequest,
@@ -251,6 +252,9 @@ class Streaming(Schedule):
 
     def round_outcome(self, member: Member, message: RoundOutcome) -> None:
         self.exchanges.outcome(member, message)
+
+    def group_said(self, member: Member, message: GroupFromMember) -> None:
+        self.exchanges.group_said(member, message)
 
     def state_reported(self, member: Member, message: StateReport) -> bool:
         return self.copies.state_reported(member, message)

@@ -26,6 +26,8 @@ from starlings_protos.stream_messages import (
 from starlings_worker.core.device import DeviceQueue
 from starlings_worker.core.effects import Effect, Settle, StageStep, StepStages, TakeCopy
 from starlings_worker.core.events import StagesStepped, StateDigested
+from starlings_worker.core.groups.group_rounds import GroupRounds
+from starlings_worker.core.groups.work import GroupWork
 from starlings_worker.core.microbatches import Held
 from starlings_worker.core.outbox import Outbox
 from starlings_worker.core.pairing.pair_rounds import PairRounds
@@ -68,8 +70,11 @@ class Stream:
         self._outbox = outbox
         self._counters = counters
         self.clock = SwarmClock()
-        self.pairs: PairRounds | None = None
-        if rules.pairs is not None:
+        self.pairs: PairRounds | GroupRounds | None = None
+        if rules.pairs is not None and rules.pairs.topology == "all":
+            overlapped = rules.pairs.merge_alpha > 0
+            self.pairs = GroupRounds(table.worker_id, overlapped, device.push, emit, outbox.say, counters)
+        elif rules.pairs is not None:
             self.pairs = PairRounds(device.push, emit, outbox.say, counters)
         self._stage_count = 0
         self.steps: dict[int, int] = {}
@@ -133,8 +138,8 @@ class Stream:
             if message.version == self._training.version:
                 self._training.raise_attempt(message.version, message.attempt)
             return
-        of_pairs = TakeOuterStep | EncodePair | JudgePair | CommitPair
-        self._device.purge(lambda effect: isinstance(effect, StepStages | TakeCopy | of_pairs))
+        of_rounds = TakeOuterStep | EncodePair | JudgePair | CommitPair | GroupWork
+        self._device.purge(lambda effect: isinstance(effect, StepStages | TakeCopy | of_rounds))
         if self.pairs is not None:
             self.pairs.hold(None)
         self._copies.clear()
