@@ -66,12 +66,19 @@ def plan(arguments: dict[str, Any], emit: Emit) -> dict[str, Any]:
     return plan_answer(arguments, lambda news: emit({"progress": news}))
 
 
+def advise(arguments: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    from starlings_simulator.study.answer import advise_answer
+
+    return advise_answer(arguments, lambda news: emit({"progress": news}))
+
+
 STEPS: dict[str, Callable[[dict[str, Any], Emit], dict[str, Any]]] = {
     "prepare": prepare,
     "export": export,
     "codecs": codecs,
     "profile": profile,
     "plan": plan,
+    "advise": advise,
 }
 
 

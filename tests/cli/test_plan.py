@@ -66,7 +66,7 @@ def test_the_shipped_fleet_is_planned_for_with_words_picture_and_json(
 ) -> None:
     steps = measured_already(monkeypatch)
     picture = tmp_path / "plan.svg"
-    answer = ask("plan", str(job), "--fleet", str(EXAMPLE), "--compare", "--svg", str(picture))
+    answer = ask("plan", str(job), "--fleet", str(EXAMPLE), "--compare", "--marginal", "--svg", str(picture))
     assert answer["event"] == "plan"
     assert answer["workers"] == len(answer["placement"]) == 18
     # Four small layers: everybody holds all of it.
@@ -75,10 +75,20 @@ def test_the_shipped_fleet_is_planned_for_with_words_picture_and_json(
     assert answer["tokens"] == 1_000_000
     drawn = ET.fromstring(picture.read_text())
     assert len(drawn.findall("{http://www.w3.org/2000/svg}rect")) == 1 + 18
-    assert steps == ["profile", "plan"]
+    assert answer["marginal"]["add"][0]["gain"] > 0
+    advice = ask("advise", str(job), "--fleet", str(EXAMPLE))
+    assert advice["event"] == "advice"
+    assert advice["replicas"] == 18 * len(answer["stages"])
+    assert steps == ["profile", "plan", "advise"]
     said = Console(width=160, file=io.StringIO())
     said.print(view.render(answer))
-    for words in ("tokens/s predicted: 1 M tokens", "What binds:", "home-1 to home-6", "EUR per hour"):
+    for words in (
+        "tokens/s predicted: 1 M tokens",
+        "What binds:",
+        "home-1 to home-6",
+        "EUR per hour",
+        "One more worker",
+    ):
         assert words in said.file.getvalue()  # type: ignore[attr-defined]
 
 

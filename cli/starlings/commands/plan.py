@@ -1,4 +1,4 @@
-"""`starlings plan`: a job on a swarm that need not exist."""
+"""`starlings plan` and `advise`: a job on a swarm that need not exist."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ TokensOption = Annotated[
 
 def register(app: typer.Typer) -> None:
     app.command()(plan)
+    app.command()(advise)
 
 
 @guarded
@@ -56,6 +57,10 @@ def plan(
     fleet: FleetOption = Path("fleet.toml"),
     compare: Annotated[
         bool, typer.Option("--compare", help="Also what other layouts of the same workers would reach.")
+    ] = False,
+    marginal: Annotated[
+        bool,
+        typer.Option("--marginal", help="Also what one more worker would add, and who adds nothing."),
     ] = False,
     svg: Annotated[
         Path | None, typer.Option(help="Save a picture of stages and workers there.", metavar="FILE")
@@ -76,9 +81,20 @@ def plan(
 
         starlings plan job.toml --fleet fleet.toml --compare --svg plan.svg
 
+        starlings plan job.toml --fleet fleet.toml --marginal
+
         starlings plan job.toml --fleet fleet.toml --tokens 20B --json
     """
-    answer = ask("plan", job, fleet, tokens, seed, budget, {"compare": compare}, json_output=json_output)
+    answer = ask(
+        "plan",
+        job,
+        fleet,
+        tokens,
+        seed,
+        budget,
+        {"compare": compare, "marginal": marginal},
+        json_output=json_output,
+    )
     if svg is not None:
         svg.write_text(draw(answer), "utf-8")
     if json_output:
@@ -87,6 +103,30 @@ def plan(
     console().print(view.render(answer))
     if svg is not None:
         say(f"Picture: {svg}")
+
+
+@guarded
+def advise(
+    job: JobArgument = Path("job.toml"),
+    fleet: FleetOption = Path("fleet.toml"),
+    seed: SeedOption = None,
+    budget: BudgetOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Which exchange preset fits a fleet's uplinks and round trips, and what share of time each would communicate.
+
+    The job is planned for the fleet first, as `starlings plan` does; then each preset's bytes are sent over that plan's
+    links. Presets with a barrier lose that time; the others exchange beside training and take a part of the link.
+
+    Example:
+
+        starlings advise job.toml --fleet docs/fleet.toml
+    """
+    answer = ask("advise", job, fleet, None, seed, budget, {}, json_output=json_output)
+    if json_output:
+        emit({"event": "advice", **answer})
+    else:
+        console().print(view.render_advice(answer))
 
 
 def ask(

@@ -15,15 +15,22 @@ from starlings.views.figures import count, size
 # Rows of a table; --json has all.
 ROWS_MOST = 40
 SITES_MOST = 8
+NAMES_MOST = 4
+# A smaller part of the rate is nothing.
+_NOTHING = 1e-3
 _SECONDS_PER_DAY = 86_400
 
 
 def render(answer: Mapping[str, Any]) -> RenderableType:
     """The answer of `plan_answer` on a terminal."""
     parts: list[RenderableType] = [Text(line) for line in summary(answer)]
-    parts += [_placement(answer), _sites(answer["sites"])]
+    parts.append(_placement(answer))
+    parts += [Text(line) for line in reason_lines(answer["placement"])]
+    parts.append(_sites(answer["sites"]))
     if "layouts" in answer:
         parts.append(_layouts(answer["layouts"]))
+    if "marginal" in answer:
+        parts += [Text(line) for line in marginal_lines(answer["marginal"])]
     return Group(*parts)
 
 
@@ -80,7 +87,6 @@ def _placement(answer: Mapping[str, Any]) -> Table:
     table = Table(box=SIMPLE_HEAD)
     for name in ("worker", "where", "holds", "memory", "busy"):
         table.add_column(name, no_wrap=True)
-    table.add_column("why")
     stages = len(answer["stages"])
     groups: list[list[Mapping[str, Any]]] = []
     cells: list[tuple[str, ...]] = []
@@ -104,8 +110,20 @@ def _placement(answer: Mapping[str, Any]) -> Table:
         table.add_row(names, *cell)
     if len(groups) > ROWS_MOST:
         rest = sum(map(len, groups[ROWS_MOST:]))
-        table.add_row(f"... and {rest} more", "", "", "", "", "--json has all")
+        table.add_row(f"... and {rest} more", "--json has all", "", "", "")
     return table
+
+
+def reason_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Why workers hold what they hold, each reason once."""
+    whom: dict[str, list[str]] = {}
+    for row in rows:
+        whom.setdefault(row["reason"], []).append(row["worker"])
+    lines = []
+    for reason, names in list(whom.items())[:ROWS_MOST]:
+        more = f" and {len(names) - NAMES_MOST} more" if len(names) > NAMES_MOST else ""
+        lines.append(f"{', '.join(names[:NAMES_MOST])}{more}: {reason}")
+    return lines
 
 
 def _holds(row: Mapping[str, Any], stages: int) -> str:
@@ -149,6 +167,29 @@ def _sites(sites: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def marginal_lines(marginal: Mapping[str, Any]) -> list[str]:
+    """What one more or one less would do, a sentence each."""
+    lines = ["One more worker, all others staying where they are:"]
+    for row in marginal["add"]:
+        if row["gain"] is None:
+            lines.append(f"  {row['kind']} promises {row['promised']:.1%} at most (by prices)")
+        elif row["gain"] < _NOTHING:
+            lines.append(f"  {row['kind']} adds nothing")
+        else:
+            where = f"{row['first_stage']} to {row['last_stage']}"
+            lines.append(f"  {row['kind']} adds {row['gain']:.1%}, holding stages {where}")
+    needed = [row for row in marginal["workers"] if row["loss"] >= _NOTHING]
+    if needed:
+        least = ", ".join(f"{row['worker']} ({row['loss']:.1%})" for row in needed[:4])
+        lines.append(f"Least would be lost without {least}")
+    park = marginal["park"]
+    for worker in park["workers"][:ROWS_MOST]:
+        lines.append(f"{worker} adds nothing: park it")
+    if park["workers"]:
+        lines.append(f"All that is parked would cost {park['loss']:.2%} together")
+    return lines
+
+
 def _layouts(layouts: Sequence[Mapping[str, Any]]) -> Table:
     table = Table("layout", "tokens/s", "of ours", "workers used", "", box=SIMPLE_HEAD)
     for row in layouts:
@@ -160,3 +201,41 @@ def _layouts(layouts: Sequence[Mapping[str, Any]]) -> Table:
             row["about"],
         )
     return table
+
+
+def render_advice(answer: Mapping[str, Any]) -> RenderableType:
+    """The answer of `advise_answer` on a terminal."""
+    table = Table(
+        "preset",
+        "every",
+        "codec",
+        "sends",
+        "takes",
+        "of the time",
+        "typical",
+        "where most",
+        "",
+        box=SIMPLE_HEAD,
+    )
+    for row in answer["presets"]:
+        notes = [f"fits from every = {row['every_that_fits']} on"] if "every_that_fits" in row else []
+        notes += [] if row["available"] else ["not there yet"]
+        table.add_row(
+            ("> " if row["preset"] == answer["recommended"] else "  ") + row["preset"],
+            str(row["every"]),
+            row["codec"],
+            size(row["bytes"]),
+            time_words(row["seconds"]),
+            f"{row['share']:.1%} of the {'time' if row['barrier'] else 'link'}",
+            f"{row['typical_share']:.1%}",
+            row["binding_site"] or "",
+            "; ".join(notes),
+        )
+    return Group(
+        Text(
+            f"{answer['job']} on {answer['fleet']}: {answer['workers']} workers, {answer['stages']} stages, "
+            f"{answer['replicas']} replicas that have somebody to exchange with"
+        ),
+        Text(f"Advice: {answer['recommended']}: {answer['reason']}"),
+        table,
+    )

@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from starlings_coordinator.planner.fleet import Fleet
+from starlings_coordinator.planner.linear.planning import LinkPlan
 from starlings_job.profile import Profile
 from starlings_job.spec import load_job
 from starlings_simulator.fleets.file import load_fleet
 from starlings_simulator.fleets.swarm import Swarm
+from starlings_simulator.study.advice import advise
 from starlings_simulator.study.compare import compare
+from starlings_simulator.study.marginal import marginal
 from starlings_simulator.study.planned import describe, find_plan
 from starlings_simulator.study.setting import Setting, default_budget
 
@@ -34,13 +38,35 @@ def setting_of(arguments: Mapping[str, Any]) -> Setting:
 
 
 def plan_answer(arguments: Mapping[str, Any], news: News) -> dict[str, Any]:
-    """The plan as `planned.describe` has it; with `compare` true, the layouts beside it.
+    """The plan as `planned.describe` has it; with `compare` true, the layouts beside it; with `marginal`, what
+    one more or one less would do.
 
     Raises:
         JobError: a file cannot be used, or the model does not fit on the fleet.
     """
     setting = setting_of(arguments)
-    fleet, plan = find_plan(
+    fleet, plan = _found(setting, news)
+    answer = describe(setting, fleet, plan)
+    if arguments.get("compare"):
+        answer["layouts"] = compare(setting, plan)
+    if arguments.get("marginal"):
+        news({"phase": "asking what one more or one less would do"})
+        answer["marginal"] = marginal(setting, plan)
+    return answer
+
+
+def advise_answer(arguments: Mapping[str, Any], news: News) -> dict[str, Any]:
+    """What `advice.advise` says of the plan that `plan_answer` would find.
+
+    Raises:
+        JobError: as `plan_answer`.
+    """
+    setting = setting_of(arguments)
+    return advise(setting, *_found(setting, news))
+
+
+def _found(setting: Setting, news: News) -> tuple[Fleet, LinkPlan]:
+    return find_plan(
         setting,
         lambda better: news(
             {
@@ -50,7 +76,3 @@ def plan_answer(arguments: Mapping[str, Any], news: News) -> dict[str, Any]:
             }
         ),
     )
-    answer = describe(setting, fleet, plan)
-    if arguments.get("compare"):
-        answer["layouts"] = compare(setting, plan)
-    return answer
