@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -207,6 +208,15 @@ class LiveSwarm:
         codes = {child.name: child.process.poll() for child in self.swarm.all()}
         assert set(codes.values()) == {0}, codes
         return reply
+
+
+def freeze(child: Child) -> None:
+    """SIGSTOP to a worker's supervisor and its engine at once."""
+    os.killpg(child.process.pid, signal.SIGSTOP)
+
+
+def thaw(child: Child) -> None:
+    os.killpg(child.process.pid, signal.SIGCONT)
 
 
 def spans(reply: control_pb2.StatusReply) -> Sequence[tuple[int, int] | None]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from starlings_job.reference import train_reference
 from starlings_protos import control_pb2
 from starlings_protos.identity import Identity
 from support.namespaces import other_host, why_not
-from swarms import LiveSwarm, job_text, prepared_job
+from swarms import LiveSwarm, freeze, job_text, prepared_job, thaw
 
 pytestmark = pytest.mark.slow
 
@@ -177,14 +176,6 @@ def test_a_frozen_worker_is_fenced_and_resyncs(tmp_path: Path, frozen_s: int) ->
         assert lost == 1 or frozen_s < 20
         assert swarm.wait(lambda r: True, 10).samples_lost == 0
     check_losses(swarm)
-
-
-def freeze(child: Child) -> None:
-    os.killpg(child.process.pid, signal.SIGSTOP)
-
-
-def thaw(child: Child) -> None:
-    os.killpg(child.process.pid, signal.SIGCONT)
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "possible")
