@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,9 @@ from starlings_job.sampling import samples_of_step
 from starlings_job.schedule import learning_rate
 from starlings_job.sections import TrainSection
 from starlings_worker.digest import squared_norm
+
+# (step, replica) to the samples of its microbatch.
+Deal = Callable[[int, int], Sequence[int]]
 
 # How much of its gradient's usual size a stage forgets per step.
 _FORGETS = 0.02
@@ -35,6 +38,7 @@ def train_locally(
     first_step: int = 0,
     steps_total: int = 0,
     delayed: bool = False,
+    deal: Deal | None = None,
 ) -> list[float]:
     """Trains without a barrier; returns each step's mean loss over the replicas. The final average is the caller's
     (`rounds.finish`).
@@ -44,6 +48,7 @@ def train_locally(
         first_step, steps_total: of the schedule; 0 = as many steps as are trained.
         delayed: microbatches travel through the stages one hop per step, so that a gradient is as many steps old as its
             way back is long.
+        deal: which samples each replica trains on in a step; left out, everybody draws from everything.
     """
     replicas = len(swarm.replicas)
     if train.microbatch * replicas != train.batch:
@@ -54,9 +59,11 @@ def train_locally(
     for step in range(first_step, first_step + steps):
         samples = samples_of_step(seed, text.population, step, train.batch)
         rate = learning_rate(train, step, steps_total or first_step + steps)
-        parts = [
+        parts: list[Sequence[int]] = [
             samples[begin : begin + train.microbatch] for begin in range(0, train.batch, train.microbatch)
         ]
+        if deal is not None:
+            parts = [deal(step, replica) for replica in range(replicas)]
         denominators = [float(text.target_count(own)) for own in parts]
         found, stepping = pipelines.advance([text.batch(own) for own in parts], denominators)
         for stage in stepping:
