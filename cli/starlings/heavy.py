@@ -72,6 +72,12 @@ def advise(arguments: dict[str, Any], emit: Emit) -> dict[str, Any]:
     return advise_answer(arguments, lambda news: emit({"progress": news}))
 
 
+def simulate(arguments: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    from starlings_simulator.study.simulated import simulate_answer
+
+    return simulate_answer(arguments, lambda news: emit({"progress": news}))
+
+
 STEPS: dict[str, Callable[[dict[str, Any], Emit], dict[str, Any]]] = {
     "prepare": prepare,
     "export": export,
@@ -79,6 +85,7 @@ STEPS: dict[str, Callable[[dict[str, Any], Emit], dict[str, Any]]] = {
     "profile": profile,
     "plan": plan,
     "advise": advise,
+    "simulate": simulate,
 }
 
 

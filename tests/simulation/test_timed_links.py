@@ -98,7 +98,7 @@ def test_who_is_cancelled_leaves_its_share_to_others_and_never_arrives() -> None
     caps=st.lists(st.one_of(st.floats(0.1, 1e9), st.just(inf)), min_size=1, max_size=12),
 )
 def test_water_filling_uses_all_that_can_be_used_and_is_fair(rate: float, caps: list[float]) -> None:
-    transfers = [Transfer("a", "b", True, 1.0, lambda: None) for _ in caps]
+    transfers = [Transfer("a", "b", True, "test", 1.0, lambda: None) for _ in caps]
     offers = dict(fill(rate, list(zip(transfers, caps, strict=True))))
     given_ = [min(offers[transfer], cap) for transfer, cap in zip(transfers, caps, strict=True)]
     assert sum(given_) == pytest.approx(min(rate, sum(caps)))

@@ -31,6 +31,7 @@ class Transfer:
     source: str
     target: str
     urgent: bool
+    kind: str
     left_bytes: float
     done: Callable[[], None]
     rate: float = 0.0
@@ -56,7 +57,7 @@ class Links:
         self._swarm = swarm
         self._up = {name: _End(site.up_bytes_per_s) for name, site in swarm.sites.items()}
         self._down = {name: _End(site.down_bytes_per_s) for name, site in swarm.sites.items()}
-        # Bytes that have left a site, by what they are.
+        # Bytes that have left a worker, by what they are; of a transfer that was broken off, what had gone.
         self.sent_bytes: Counter[str] = Counter()
 
     def start(
@@ -70,8 +71,9 @@ class Links:
         urgent: bool = False,
     ) -> Transfer:
         """`done` is called when the last byte has left, unless it is cancelled before."""
-        transfer = Transfer(source, target, urgent, max(1.0, byte_count), done, updated_s=self._clock.now_s)
-        self.sent_bytes[kind] += round(byte_count)
+        transfer = Transfer(
+            source, target, urgent, kind, max(1.0, byte_count), done, updated_s=self._clock.now_s
+        )
         if source == target:
             lan = self._swarm.sites[source].lan_bytes_per_s if source in self._swarm.sites else inf
             self._set_rate(transfer, lan)
@@ -143,6 +145,7 @@ class Links:
             moved = min(moved, transfer.rate * (now_s - transfer.updated_s))
         transfer.updated_s = now_s
         transfer.left_bytes -= moved
+        self.sent_bytes[transfer.kind] += moved  # type: ignore[assignment]
         for end in self._ends(transfer):
             end.carried_bytes += moved
 

@@ -78,7 +78,7 @@ def report_of(world: World, owner: Owner) -> Report:
         samples_unmerged=state.samples_unmerged,
         utilisation=total[COMPUTE] / whole_s if whole_s > 0 else 0.0,
         seconds={cause: float(total[cause]) for cause in CAUSES},
-        sent_bytes=dict(sorted(world.links.sent_bytes.items())),
+        sent_bytes={kind: round(sent) for kind, sent in sorted(world.links.sent_bytes.items())},
         plans=owner.plans,
         events=tuple(books.events),
         points=tuple(books.points),
