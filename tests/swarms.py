@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from starlings import template
 from starlings.demo.kill import kill_at_once
@@ -211,12 +212,25 @@ class LiveSwarm:
 
 
 def freeze(child: Child) -> None:
-    """SIGSTOP to a worker's supervisor and its engine at once."""
-    os.killpg(child.process.pid, signal.SIGSTOP)
+    """SIGSTOP to a worker's supervisor and to its engine, which has a session of its own."""
+    for process in _family(child):
+        process.suspend()
 
 
 def thaw(child: Child) -> None:
-    os.killpg(child.process.pid, signal.SIGCONT)
+    for process in _family(child):
+        process.resume()
+
+
+def kill_frozen(child: Child) -> None:
+    """SIGKILL to both: an engine that is stopped does not notice that its supervisor is gone."""
+    for process in _family(child):
+        process.kill()
+
+
+def _family(child: Child) -> list[psutil.Process]:
+    parent = psutil.Process(child.process.pid)
+    return [parent, *parent.children(recursive=True)]
 
 
 def spans(reply: control_pb2.StatusReply) -> Sequence[tuple[int, int] | None]:

@@ -179,11 +179,13 @@ def test_what_happens_to_one_costs_its_partner_five_seconds_and_nobody_else_anyt
             kill_at_once(child.process)
         at_s, struck = time.monotonic(), dict(rounds.tokens)
         said = [(w, slot, 0) for w in others]
-        watch(swarm, rounds, lambda r: all(key in rounds.outcomes for key in said), SLOT_S + LATE_S)
-        seconds, meanwhile = time.monotonic() - at_s, dict(rounds.tokens)
-        if blow == "frozen":
-            thaw(child)
-        else:
+        try:
+            watch(swarm, rounds, lambda r: all(key in rounds.outcomes for key in said), SLOT_S + LATE_S)
+            seconds, meanwhile = time.monotonic() - at_s, dict(rounds.tokens)
+        finally:
+            if blow == "frozen":
+                thaw(child)
+        if blow == "killed":
             swarm.swarm.start_again(child)
 
         (partner,) = [w for w in others if rounds.outcomes[w, slot, 0].partner == victim]

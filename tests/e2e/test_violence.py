@@ -20,7 +20,7 @@ from starlings_job.reference import train_reference
 from starlings_protos import control_pb2
 from starlings_protos.identity import Identity
 from support.namespaces import other_host, why_not
-from swarms import LiveSwarm, freeze, job_text, prepared_job, thaw
+from swarms import LiveSwarm, freeze, job_text, kill_frozen, prepared_job, thaw
 
 pytestmark = pytest.mark.slow
 
@@ -120,7 +120,7 @@ def test_a_worker_killed_before_it_accumulated_costs_only_its_leases(tmp_path: P
         child = child_of(swarm.swarm, victim)
         at = freeze_before_anything_is_done(swarm, child)
         child.expendable = True
-        kill_at_once(child.process)
+        kill_frozen(child)
         child.process.wait(10)
         swarm.wait(lambda r, v=victim: v not in states(r), 15)
         swarm.wait(lambda r, at=at: r.step > at + 2, 120)
