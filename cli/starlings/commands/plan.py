@@ -62,6 +62,13 @@ def plan(
         bool,
         typer.Option("--marginal", help="Also what one more worker would add, and who adds nothing."),
     ] = False,
+    islands: Annotated[
+        bool,
+        typer.Option(
+            "--islands",
+            help="Also who is near enough to form pipelines, and who exchanges only.",
+        ),
+    ] = False,
     svg: Annotated[
         Path | None, typer.Option(help="Save a picture of stages and workers there.", metavar="FILE")
     ] = None,
@@ -92,7 +99,7 @@ def plan(
         tokens,
         seed,
         budget,
-        {"compare": compare, "marginal": marginal},
+        {"compare": compare, "marginal": marginal, "islands": islands},
         json_output=json_output,
     )
     if svg is not None:

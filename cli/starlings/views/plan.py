@@ -29,6 +29,8 @@ def render(answer: Mapping[str, Any]) -> RenderableType:
     parts.append(_sites(answer["sites"]))
     if "layouts" in answer:
         parts.append(_layouts(answer["layouts"]))
+    if "islands" in answer:
+        parts += [Text(line) for line in island_lines(answer["islands"])]
     if "marginal" in answer:
         parts += [Text(line) for line in marginal_lines(answer["marginal"])]
     return Group(*parts)
@@ -165,6 +167,24 @@ def _sites(sites: Sequence[Mapping[str, Any]]) -> Table:
     if not used:
         table.add_row("no link binds: nothing that counts crosses one", "", "", "", "", "", "")
     return table
+
+
+def island_lines(islands: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Who passes microbatches to whom when pipelines stay among neighbours, and why each holds what it holds."""
+    kept, own = (sum(row[key] for row in islands) for key in ("rate", "own_rate"))
+    lines = [
+        f"{len(islands)} islands that hold all stages; pipelines that stay inside reach {kept:.0%} of this plan's rate "
+        f"with its spans, {own:.0%} with spans of their own"
+    ]
+    for number, row in enumerate(islands[:ROWS_MOST], 1):
+        where = ", ".join(row["regions"])
+        lines.append(
+            f"Island {number}: {len(row['workers'])} workers in {where}, at most "
+            f"{row['widest_rtt_s'] * 1000:.0f} ms apart, {row['rate']:.0%} of the rate"
+        )
+        members = [{"worker": m["worker"], "reason": m["words"]} for m in row["members"]]
+        lines += [f"  {line}" for line in reason_lines(members)]
+    return lines
 
 
 def marginal_lines(marginal: Mapping[str, Any]) -> list[str]:

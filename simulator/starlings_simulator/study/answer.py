@@ -14,6 +14,7 @@ from starlings_simulator.fleets.file import load_fleet
 from starlings_simulator.fleets.swarm import Swarm
 from starlings_simulator.study.advice import advise
 from starlings_simulator.study.compare import compare
+from starlings_simulator.study.islands import islands
 from starlings_simulator.study.marginal import marginal
 from starlings_simulator.study.planned import describe, find_plan
 from starlings_simulator.study.setting import Setting, default_budget
@@ -49,6 +50,9 @@ def plan_answer(arguments: Mapping[str, Any], news: News) -> dict[str, Any]:
     answer = describe(setting, fleet, plan)
     if arguments.get("compare"):
         answer["layouts"] = compare(setting, plan)
+    if arguments.get("islands"):
+        news({"phase": "looking for islands"})
+        answer["islands"] = islands(setting, plan)
     if arguments.get("marginal"):
         news({"phase": "asking what one more or one less would do"})
         answer["marginal"] = marginal(setting, plan)
