@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
+import numpy.typing as npt
+
 from starlings_job.memory import HEADROOM, MemoryUse, stage_memory
 from starlings_job.profile import Profile
 from starlings_protos.messages import PlanRequest, PlanWorker, Span, Stage, WorkerId
@@ -106,6 +109,18 @@ class Fleet:
         seconds = self._both[worker_id][end] - self._both[worker_id][first]
         if recompute:
             seconds += self._forward[worker_id][end] - self._forward[worker_id][first]
+        return seconds * (ONE_SLOT_FACTOR if one_slot else 1.0)
+
+    def seconds_table(
+        self, stages: Sequence[Stage], recompute: bool = False, one_slot: bool = False
+    ) -> npt.NDArray[np.float64]:
+        """[w, s]: `stage_seconds` of all workers and stages at once."""
+        first = [stage.first_block for stage in stages]
+        end = [stage.last_block + 1 for stage in stages]
+        seconds = np.zeros((len(self.workers), len(stages)))
+        for sums in (self._both, self._forward)[: 1 + recompute]:
+            table = np.array([sums[w.worker_id] for w in self.workers]).reshape(len(self.workers), -1)
+            seconds += table[:, end] - table[:, first]
         return seconds * (ONE_SLOT_FACTOR if one_slot else 1.0)
 
     # ------------------------------------------------------------------ memory

@@ -18,7 +18,7 @@ import numpy as np
 from starlings_coordinator.planner.linear.node_form import Flow, Prices, solve
 from starlings_coordinator.planner.linear.problem import Floats, Ints, Problem
 from starlings_coordinator.planner.linear.seeds import lay_from, repaired
-from starlings_coordinator.planner.linear.values import option_values
+from starlings_coordinator.planner.linear.values import option_values, stage_values
 
 # How far above the lowest cut another one still counts, in parts of F.
 SOFTNESS = 0.01
@@ -51,8 +51,11 @@ class Cuts:
         # The first cuts keep every stage covered: each says what all who hold a stage can do there at most.
         self.kept = problem.stages
         self._site_moves: list[Ints] | None = None
-        for stage in range(problem.stages):
-            self.add(_flat(problem, (np.arange(problem.stages + 1) > stage).astype(float)))
+        if sure:
+            for stage in range(problem.stages):
+                self.add(_flat(problem, (np.arange(problem.stages + 1) > stage).astype(float)))
+        else:
+            self.worth, self.links = stage_values(problem), np.zeros(problem.stages)
 
     def add(self, prices: Prices) -> None:
         shared = self.problem.site_sizes > 1

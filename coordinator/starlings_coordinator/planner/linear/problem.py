@@ -111,6 +111,42 @@ class Problem:
         heaviest = 2 * np.max(np.maximum(self.forward_bytes, self.backward_bytes))
         return np.asarray(np.minimum(self.up, self.down) < rate * heaviest)
 
+    @cached_property
+    def run_rates(self) -> tuple[Floats, ...]:
+        """Per mode [w, a, b]: microbatches/s that could pass through just stages a..b of w, at what it has least of.
+
+        What workers share (the links of sites of several) is left out; where b < a the figure means nothing.
+        """
+        up, down = self.link_bytes
+        alone = self.site_sizes[self.site] == 1
+        tables = []
+        for seconds in self.run_seconds:
+            scarcest = seconds.copy()
+            for rates, size in ((self.up, up), (self.down, down)):
+                scarcest[alone] = np.maximum(scarcest[alone], size / rates[self.site[alone], None, None])
+            tables.append(1 / np.maximum(scarcest, 1e-12))
+        return tuple(tables)
+
+    @cached_property
+    def run_seconds(self) -> tuple[Floats, ...]:
+        """Per mode [w, a, b]: seconds of one microbatch through stages a..b."""
+        nothing = np.zeros((self.workers, 1))
+        sums = [np.concatenate([nothing, np.cumsum(table, axis=1)], axis=1) for table in self.seconds]
+        return tuple(elapsed[:, None, 1:] - elapsed[:, :-1, None] for elapsed in sums)
+
+    @cached_property
+    def link_bytes(self) -> tuple[Floats, Floats]:
+        """[a, b]: bytes up and down of one microbatch that enters at stage a and leaves after stage b."""
+        nothing = np.zeros(1)
+        enter_forward = np.concatenate([nothing, self.forward_bytes])
+        enter_backward = np.concatenate([nothing, self.backward_bytes])
+        leave_forward = np.concatenate([self.forward_bytes, nothing])
+        leave_backward = np.concatenate([self.backward_bytes, nothing])
+        return (
+            enter_backward[:, None] + leave_forward[None, :],
+            enter_forward[:, None] + leave_backward[None, :],
+        )
+
     def covered(self, choice: Ints) -> Ints:
         """[s]: how many workers hold each stage."""
         chosen = choice[choice >= 0]
@@ -136,16 +172,9 @@ def build_problem(fleet: Fleet, stages: Sequence[Stage], codec: str) -> Problem:
     shapes = [(microbatch, blocks[stage.last_block].boundary_bytes_per_sample // 4) for stage in stages[:-1]]
     names, site, up, down = _sites(fleet.workers)
     starts, first, last, mode = _options(fleet, stages)
-    rows = [
-        [
-            [fleet.stage_seconds(worker.worker_id, stage, recompute, one_slot) for stage in stages]
-            for worker in fleet.workers
-        ]
-        for recompute, one_slot in MODES
-    ]
     return Problem(
         worker_ids=tuple(worker.worker_id for worker in fleet.workers),
-        seconds=np.array(rows, dtype=float),
+        seconds=np.stack([fleet.seconds_table(stages, *mode) for mode in MODES]),
         forward_bytes=np.array([boundary_bytes(codec, shape) for shape in shapes], dtype=float),
         backward_bytes=np.array(
             [boundary_bytes(codec, shape, backward=True) for shape in shapes], dtype=float
@@ -169,18 +198,21 @@ def _options(fleet: Fleet, stages: Sequence[Stage]) -> tuple[Ints, Ints, Ints, I
     Whoever holds a span already has that one only.
     """
     count = len(stages)
-    # Bytes of stages a..b in each mode.
-    needs = np.zeros((len(MODES), count, count))
+    memory = np.array([worker.memory_bytes for worker in fleet.workers], dtype=float)
+    # Bytes of stages a..b in each mode; what lies beyond a run that does not fit is not looked at.
+    needs = np.full((len(MODES), count, count), np.inf)
+    needs[:, np.tri(count, k=-1, dtype=bool)] = 0.0
+    longest_held = max((w.held.last_stage - w.held.first_stage for w in fleet.workers if w.held), default=-1)
     for a in range(count):
         for b in range(a, count):
             for number, (recompute, one_slot) in enumerate(MODES):
                 needs[number, a, b] = fleet.need_bytes(
                     stages[a].first_block, stages[b].last_block, 1 if one_slot else 2, recompute
                 )
-    # What lies beyond a run that does not fit is not looked at.
+            if needs[:, a, b].min() > memory.max(initial=0.0) and b - a >= longest_held:
+                break
     fastest = np.maximum.accumulate(needs[0], axis=1)
     fitting = np.maximum.accumulate(needs.min(axis=0), axis=1)
-    memory = np.array([worker.memory_bytes for worker in fleet.workers], dtype=float)
     starts = [0]
     first: list[int] = []
     last: list[int] = []

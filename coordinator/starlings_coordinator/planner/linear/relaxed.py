@@ -19,7 +19,6 @@ from scipy.sparse import csr_matrix
 
 from starlings_coordinator.planner.linear.node_form import Prices
 from starlings_coordinator.planner.linear.problem import Bools, Floats, Ints, Problem
-from starlings_coordinator.planner.linear.values import link_bytes
 
 # More players than these are put together into groups of alike ones, which gives prices but no bound by itself.
 PLAYERS_MOST = 96
@@ -164,7 +163,7 @@ def _solve(problem: Problem, players: Players) -> tuple[float, Floats, Floats, F
     runs[~players.limited] &= np.eye(stages, dtype=bool)
     player, first, last = np.nonzero(runs)
     column = np.arange(len(player))
-    up, down = (size[first, last] for size in link_bytes(problem))
+    up, down = (size[first, last] for size in problem.link_bytes)
     unit = 1 / float(np.median(seconds[player, first, last]))
     rows = [player]
     columns, amounts = [column], [seconds[player, first, last] * unit]
@@ -223,20 +222,26 @@ def bound_at(problem: Problem, players: Players, value: Floats) -> float:
     Lagrange: with prices at the boundaries each site is on its own, and earns at most, for any weights (c, u, d) that
     add up to 1, the best (value[b+1] - value[a]) / (c seconds + u bytes up / up + d bytes down / down) of its runs.
     """
-    seconds = _run_seconds(players)
     gain = np.maximum(value[None, 1:] - value[:-1, None], 0.0)
-    up, down = link_bytes(problem)
-    up_seconds = np.where(np.isfinite(players.up), 1 / players.up, 0.0)[:, None, None] * up
-    down_seconds = np.where(np.isfinite(players.down), 1 / players.down, 0.0)[:, None, None] * down
-    least = np.full(players.size, np.inf)
+    player, first, last = np.nonzero(players.runs & (gain > 0))
+    if not len(player):
+        return 0.0
+    seconds, gain = _run_seconds(players)[player, first, last], gain[first, last]
+    able, begins = np.unique(player, return_index=True)
+    up, down = (size[first, last] for size in problem.link_bytes)
     with np.errstate(divide="ignore", invalid="ignore"):
-        for u in range(WEIGHT_STEPS + 1):
-            for d in range(WEIGHT_STEPS + 1 - u):
-                weights = 1 - (u + d) / WEIGHT_STEPS, u / WEIGHT_STEPS, d / WEIGHT_STEPS
-                cost = weights[0] * seconds + weights[1] * up_seconds + weights[2] * down_seconds
-                worth = np.where(players.runs & (gain > 0), gain / cost, 0.0)
-                least = np.minimum(least, worth.max(axis=(1, 2)))
-    return float(np.sum(least * players.count))
+        up_seconds = np.where(np.isfinite(players.up), 1 / players.up, 0.0)[player] * up
+        down_seconds = np.where(np.isfinite(players.down), 1 / players.down, 0.0)[player] * down
+        least = np.maximum.reduceat(gain / seconds, begins)
+        # Without limits on links there is nothing to weigh.
+        if (players.limited & (np.isfinite(players.up) | np.isfinite(players.down))).any():
+            for u in range(WEIGHT_STEPS + 1):
+                for d in range(WEIGHT_STEPS + 1 - u):
+                    if u + d:
+                        cost = (1 - (u + d) / WEIGHT_STEPS) * seconds
+                        cost += u / WEIGHT_STEPS * up_seconds + d / WEIGHT_STEPS * down_seconds
+                        least = np.minimum(least, np.maximum.reduceat(gain / cost, begins))
+    return float(np.sum(least * players.count[able]))
 
 
 def without_compute(players: Players) -> Players:

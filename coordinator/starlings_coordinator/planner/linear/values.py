@@ -14,20 +14,6 @@ import numpy as np
 from starlings_coordinator.planner.linear.node_form import Prices
 from starlings_coordinator.planner.linear.problem import Floats, Ints, Problem
 
-
-def link_bytes(problem: Problem) -> tuple[Floats, Floats]:
-    """[a, b]: bytes up and down of one microbatch that enters at stage a and leaves after stage b."""
-    nothing = np.zeros(1)
-    enter_forward = np.concatenate([nothing, problem.forward_bytes])
-    enter_backward = np.concatenate([nothing, problem.backward_bytes])
-    leave_forward = np.concatenate([problem.forward_bytes, nothing])
-    leave_backward = np.concatenate([problem.backward_bytes, nothing])
-    return (
-        enter_backward[:, None] + leave_forward[None, :],
-        enter_forward[:, None] + leave_backward[None, :],
-    )
-
-
 # How a worker's scarcity is divided among compute, up and down, for worths that are never too low.
 _WEIGHTS = tuple((4 - u - d, u, d) for u in range(5) for d in range(5 - u))
 
@@ -42,24 +28,18 @@ def run_values(
             these weights. The best run then bounds all mixtures of runs (Lagrange); without, what is scarcest decides.
     """
     stages = problem.stages
-    elapsed = np.concatenate(
-        [np.zeros((problem.workers, 1)), np.cumsum(problem.seconds[mode], axis=1)], axis=1
-    )
-    seconds = elapsed[:, None, 1:] - elapsed[:, :-1, None]
-    up, down = link_bytes(problem)
     alone = problem.site_sizes[problem.site] == 1
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rate = 1 / np.maximum(seconds, 1e-12)
-        taken = [
-            size / rates[problem.site[alone], None, None]
-            for rates, size in ((problem.up, up), (problem.down, down))
-        ]
-        if weights is None:
-            rate[alone] = 1 / np.maximum(np.maximum(1 / rate[alone], taken[0]), taken[1])
-        else:
-            shares = [weight[alone][:, None, None] for weight in weights]
-            used = shares[0] / rate[alone] + shares[1] * taken[0] + shares[2] * taken[1]
-            rate[alone] = 1 / np.maximum(used, 1e-12)
+    if weights is None:
+        rate = problem.run_rates[mode]
+    else:
+        rate = 1 / np.maximum(problem.run_seconds[mode], 1e-12)
+        shares = [weight[alone][:, None, None] for weight in weights]
+        used = shares[0] / rate[alone]
+        for share, rates, size in zip(
+            shares[1:], (problem.up, problem.down), problem.link_bytes, strict=True
+        ):
+            used = used + share * (size / rates[problem.site[alone], None, None])
+        rate[alone] = 1 / np.maximum(used, 1e-12)
     values = rate * (prices.value[None, None, 1:] - prices.value[None, :-1, None])
     shared = np.flatnonzero(~alone)
     if len(shared):
@@ -95,6 +75,24 @@ def best_within(values: Floats) -> Floats:
         inner = np.maximum(best[:, a + 1, b], best[:, a, b - 1])
         best[:, a, b] = np.maximum(best[:, a, b], inner)
     return best
+
+
+def stage_values(problem: Problem) -> Floats:
+    """[s, o]: what option o could do of stage s at most: its worth if passing that stage were all that counts."""
+    stages = problem.stages
+    values = np.zeros((stages, len(problem.first)))
+    for mode in np.unique(problem.mode):
+        of_mode: Ints = np.flatnonzero(problem.mode == mode)
+        rates = problem.run_rates[int(mode)]
+        for stage in range(stages):
+            there = of_mode[(problem.first[of_mode] <= stage) & (problem.last[of_mode] >= stage)]
+            # The best of all runs around the stage within a..b: a falling, b rising.
+            best = np.maximum.accumulate(rates[:, stage::-1, stage:], axis=1)
+            best = np.maximum.accumulate(best, axis=2)
+            values[stage, there] = best[
+                problem.owner[there], stage - problem.first[there], problem.last[there] - stage
+            ]
+    return values
 
 
 def option_values(problem: Problem, prices: Prices, *, sure: bool = False) -> Floats:
