@@ -21,12 +21,12 @@ from planner_fleets import MODELS, swarm
 from starlings_coordinator.planner.cuts import balanced_cut
 from starlings_coordinator.planner.fleet import Fleet
 from starlings_coordinator.planner.linear.bounds import Bounds, binding_words, reason_words
-from starlings_coordinator.planner.linear.node_form import solve
+from starlings_coordinator.planner.linear.node_form import Prices, solve
 from starlings_coordinator.planner.linear.planning import LinkPlan, plan_with_links
 from starlings_coordinator.planner.linear.problem import MODES, Ints, Problem, build_problem
 from starlings_coordinator.planner.linear.relaxed import bound_at, players_of, relax
 from starlings_coordinator.planner.linear.search import search
-from starlings_coordinator.planner.linear.values import option_values
+from starlings_coordinator.planner.linear.values import option_values, stage_values
 from starlings_protos.messages import WorkerId
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -240,3 +240,29 @@ def test_nothing_is_planned_where_a_block_fits_nowhere() -> None:
     request = swarm(4, "lab", MODELS["65B"], 1)
     small = replace(request, workers=tuple(replace(w, memory_bytes=10**9) for w in request.workers))
     assert list(plan_with_links(Fleet(small, MODELS["65B"]), codec="exact", seed=0, programmes=5)) == []
+
+
+@settings(max_examples=15, deadline=None)
+@given(SEEDS, st.booleans(), st.sampled_from([0, 3]))
+def test_what_each_option_can_do_of_a_stage_is_its_worth_where_only_that_stage_counts(
+    seed: int, limited: bool, sites: int
+) -> None:
+    problem = drawn(seed, 5, 6, sites, limited=limited)
+    zeros = np.zeros(problem.sites)
+    nothing = np.full((problem.sites, problem.stages + 1), np.nan)
+    table = stage_values(problem)
+    for stage in range(problem.stages):
+        value = (np.arange(problem.stages + 1) > stage).astype(float)
+        prices = Prices(value, nothing, np.zeros(problem.workers), zeros, zeros)
+        np.testing.assert_allclose(table[stage], option_values(problem, prices))
+
+
+def test_seconds_of_all_workers_at_once_are_those_of_each() -> None:
+    profile = MODELS["1.1B"]
+    fleet = Fleet(swarm(5, "mixed", profile, 3), profile)
+    stages = balanced_cut(fleet.block_bytes(), 4)
+    for recompute, one_slot in MODES:
+        table = fleet.seconds_table(stages, recompute, one_slot)
+        for row, worker in zip(table, fleet.workers, strict=True):
+            each = [fleet.stage_seconds(worker.worker_id, stage, recompute, one_slot) for stage in stages]
+            assert row == pytest.approx(each)

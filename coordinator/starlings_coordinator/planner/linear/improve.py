@@ -152,13 +152,19 @@ def _climb(
     start = float(soft_least(sums, scale))
     score, moved = start, 0
     together = max(1, radius // 8)
-    used = np.zeros(problem.workers, bool)
+    now = choice[problem.owner]
+    # Whoever moved does not move again, so that this stays right for all that may still move.
+    change = cuts.worth - np.where(now >= 0, cuts.worth[:, now], 0.0)
+    movable = now != np.arange(len(now))
     while moved < radius:
-        now = choice[problem.owner]
-        change = cuts.worth - np.where(now >= 0, cuts.worth[:, now], 0.0)
-        scores = soft_least(sums[:, None] + change, scale)
-        scores[used[problem.owner] | (now == np.arange(len(now)))] = -np.inf
-        taken = _first_of_each(problem, scores, score + LEAST_GAIN * rate, min(together, radius - moved))
+        floor = score + LEAST_GAIN * rate
+        # The soft least is never above the least, which is found faster and rules nearly all out.
+        tried = np.flatnonzero(movable & ((sums[:, None] + change).min(axis=0) > floor))
+        if not len(tried):
+            break
+        scores = np.full(len(now), -np.inf)
+        scores[tried] = soft_least(sums[:, None] + change[:, tried], scale)
+        taken = _first_of_each(problem, scores, floor, min(together, radius - moved))
         while len(taken):
             total = sums + change[:, taken].sum(axis=1)
             after = float(soft_least(total, scale))
@@ -168,7 +174,7 @@ def _climb(
         if not len(taken):
             break
         choice[problem.owner[taken]] = taken
-        used[problem.owner[taken]] = True
+        movable &= ~np.isin(problem.owner, problem.owner[taken])
         sums, score, moved = total, after, moved + len(taken)
     if moved and choice.tobytes() not in seen:
         return choice

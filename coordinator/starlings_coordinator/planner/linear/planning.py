@@ -24,6 +24,10 @@ from starlings_protos.messages import Stage
 CUTS_ALIKE = 0.01
 # The finest cut that is tried: finer ones gain little, and linear programmes take longer.
 STAGES_MOST = 42
+# Where links do not bind programmes are easier: so many take as long as one where they do.
+PROGRAMMES_WITHOUT_LINKS = 2
+# Links bind where they are worth this part of F to the relaxed programme.
+LINKS_BIND = 0.01
 # How much finer each cut that is tried is than the one before.
 FINER = 1.6
 
@@ -60,7 +64,7 @@ def plan_with_links(fleet: Fleet, *, codec: str, seed: int, programmes: int) -> 
 
     Args:
         codec: what boundaries travel in (`[pipeline] codec`).
-        programmes: linear programmes for the search at most, over all cuts.
+        programmes: linear programmes with links for the search at most, over all cuts.
     """
     cuts = _cuts(fleet, codec)
     if not cuts:
@@ -72,7 +76,10 @@ def plan_with_links(fleet: Fleet, *, codec: str, seed: int, programmes: int) -> 
         cut = next(c for c in cuts if c.relaxed.rate >= most * (1 - CUTS_ALIKE))
         cuts.remove(cut)
         bounds = bounds_of(cut.problem, cut.relaxed, compute, memory)
-        for found in search(cut.problem, seed=seed, programmes=programmes, relaxed=cut.relaxed):
+        worth = float(cut.relaxed.prices.up.sum() + cut.relaxed.prices.down.sum())
+        free = worth < LINKS_BIND * cut.relaxed.rate
+        allowed = PROGRAMMES_WITHOUT_LINKS * programmes if free else programmes
+        for found in search(cut.problem, seed=seed, programmes=allowed, relaxed=cut.relaxed):
             if found.rate > best:
                 best = found.rate
                 yield LinkPlan(cut.stages, cut.problem, found, bounds)
