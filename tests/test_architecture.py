@@ -34,6 +34,7 @@ MAY_IMPORT = {
 # frameworks.
 PURE = (
     "coordinator/starlings_coordinator/core",
+    "coordinator/starlings_coordinator/planner/gain.py",
     "coordinator/starlings_coordinator/planner/plan.py",
     "coordinator/starlings_coordinator/bus/notices.py",
     "worker/starlings_worker/core",

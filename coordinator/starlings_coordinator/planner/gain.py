@@ -1,0 +1,93 @@
+"""Whether an amendment of a plan is worth its migration. Pure: the same figures, the same verdict, with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlings_protos.messages import Span, WorkerId
+
+# What is gained must exceed what moving costs by this factor: estimates of both are rough.
+GAIN_OVER_COST = 1.5
+# And the plan must become this much faster, or estimates that wander would move workers to and fro.
+GAIN_LEAST = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Amendment:
+    """Some workers' spans change. Rates are microbatches/s of the whole swarm.
+
+    Args:
+        moves: by worker, the span before (None: held nothing) and after (None: will hold nothing).
+        rate_meanwhile: while state is on its way; donors and links serve both.
+        migration_s: until the last new holder has its state.
+    """
+
+    moves: dict[WorkerId, tuple[Span | None, Span | None]]
+    rate_now: float
+    rate_meanwhile: float
+    rate_then: float
+    migration_bytes: float
+    migration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Worthwhile:
+    """What is gained in `remaining_s` less what moving costs, in microbatches."""
+
+    gained: float
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class LastReplica:
+    """A stage that is held now would have no holder."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class TooLittle:
+    """The plan would become faster by `part` only."""
+
+    part: float
+
+
+@dataclass(frozen=True, slots=True)
+class TooCostly:
+    """Moving costs more than what it gains in the time that is left justifies, in microbatches."""
+
+    gained: float
+    cost: float
+
+
+Verdict = Worthwhile | LastReplica | TooLittle | TooCostly
+
+
+def judge(amendment: Amendment, holders: dict[WorkerId, Span], remaining_s: float) -> Verdict:
+    """Design, section 5: gain over the expected remaining time above 1.5x the migration cost, at least 5 %, and never
+    the last replica of a stage.
+
+    A stage that is bare already is reason enough: the swarm does nothing until somebody holds it.
+
+    Args:
+        holders: who holds what now.
+        remaining_s: expected until the job ends or the moved workers leave, whichever is sooner.
+    """
+    before = {stage for span in holders.values() for stage in span.stages}
+    after = dict(holders)
+    for worker_id, (_, span) in amendment.moves.items():
+        if span is None:
+            after.pop(worker_id, None)
+        else:
+            after[worker_id] = span
+    bare = before - {stage for span in after.values() for stage in span.stages}
+    if bare:
+        return LastReplica(min(bare))
+    gain = amendment.rate_then - amendment.rate_now
+    if gain <= 0 or gain < GAIN_LEAST * amendment.rate_now:
+        return TooLittle(gain / amendment.rate_now if amendment.rate_now > 0 else 0.0)
+    gained = gain * max(0.0, remaining_s - amendment.migration_s)
+    cost = max(0.0, amendment.rate_now - amendment.rate_meanwhile) * amendment.migration_s
+    if gained <= GAIN_OVER_COST * cost:
+        return TooCostly(gained, cost)
+    return Worthwhile(gained, cost)
