@@ -227,7 +227,7 @@ class Finishing:
             self.saving = None
         if event.version > core.state.step or core.state.finished is not None:
             return
-        core.desk.record(CheckpointRecorded(event.version, event.path))
+        core.desk.record(CheckpointRecorded(event.version, event.path, core.schedule.beside(event.version)))
         core.planning.keeper_has(event.version)
         core.desk.announce("checkpoint", f"version {event.version} is saved: {event.path}")
         if event.version == core.state.step:

@@ -32,6 +32,8 @@ VERSIONS_AT_ONCE = 2
 
 
 class Joining:
+    donors_per_stage = DONORS_PER_STAGE
+
     def __init__(self, core: Core) -> None:
         self._core = core
         self.placing = Placing(core)
@@ -174,7 +176,7 @@ class Joining:
             )
             if not here:
                 return {}
-            chosen |= {m.worker_id: m.incarnation for m in here[:DONORS_PER_STAGE]}
+            chosen |= {m.worker_id: m.incarnation for m in here[: self.donors_per_stage]}
         return chosen
 
     def committed(self) -> None:
@@ -229,7 +231,7 @@ class Joining:
                 attempt=observer.attempt,
                 slots=max(1, planned.slots),
                 recompute=planned.recompute,
-                donors=planning.with_keeper(self.donors_of(member.worker_id), observer.base),
+                donors=self.sources_of(member.worker_id, observer.base),
             ),
         )
 
@@ -239,6 +241,10 @@ class Joining:
         observer = self.observers.get(worker_id) or self._admitted.get(worker_id)
         donors = sorted(observer.donors) if observer is not None else []
         return tuple(core.planning.peer(w) for w in donors if w in core.state.spans)
+
+    def sources_of(self, worker_id: WorkerId, base: int) -> tuple[Peer, ...]:
+        """Whom an observer copies version `base` from."""
+        return self._core.planning.with_keeper(self.donors_of(worker_id), base)
 
     def _catching_up(self, member: Member) -> Observer | None:
         """What is known of an observer, or of a holder since the last commit, that may say so now."""

@@ -152,7 +152,9 @@ class SamplesRepeated:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasShared:
-    """`async`: up to this total of its tokens, others have what each worker trained."""
+    """`async`: up to this total of its tokens, others have what each worker trained. Below zero where it may have
+    trained more than it is credited with.
+    """
 
     tokens: tuple[tuple[WorkerId, int], ...]
     kind: Literal["replicas_shared"] = "replicas_shared"
@@ -170,6 +172,8 @@ class SlotsReserved:
 class CheckpointRecorded:
     version: int
     path: str
+    # `async`: at most so many acknowledged samples are not in it, but in other replicas than those that were saved.
+    beside: int = 0
     kind: Literal["checkpoint_recorded"] = "checkpoint_recorded"
 
 

@@ -221,6 +221,10 @@ class Schedule(ABC):
         for holder in core.holders:
             core.desk.send(holder, StepRestarted(state.step, state.attempt, reason))
 
+    def beside(self, version: int) -> int:
+        """At most so many acknowledged samples are not in what was saved as `version`."""
+        return 0
+
     # ------------------------------------------------------------------ for people and tests
 
     @property

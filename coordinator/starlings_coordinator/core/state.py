@@ -109,6 +109,8 @@ class Durable:
     # acknowledged samples those totals stand for.
     shared_tokens: dict[WorkerId, int] = field(default_factory=dict)
     samples_credited: int = 0
+    # `async`: by saved version, what was acknowledged by then and is in replicas that were not saved.
+    beside_checkpoints: dict[int, int] = field(default_factory=dict)
     # `async`: the highest number of a slot that may have been spoken of, in any stage.
     slots_reserved: int = 0
 
@@ -160,6 +162,7 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
             if record.loads:
                 state.plan_loaded, state.commit = False, None
                 state.leased.first_valid = state.leased.next_lease
+                state.samples_of_lost_replicas += state.beside_checkpoints.pop(record.step, 0)
                 state.base_plan_version = record.plan_version
             state.step, state.attempt = record.step, record.attempt
             state.highest_attempt = max(state.highest_attempt, record.attempt)
@@ -189,11 +192,13 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
             state.samples_sent_again += record.samples
         case ReplicasShared():
             shared = state.shared_tokens
-            shared |= {w: max(shared[w], tokens) for w, tokens in record.tokens if w in shared}
+            shared |= {w: tokens for w, tokens in record.tokens if w in shared}
         case SlotsReserved():
             state.slots_reserved = max(state.slots_reserved, record.until)
         case CheckpointRecorded():
             state.checkpoints[record.version] = record.path
+            if record.beside:
+                state.beside_checkpoints[record.version] = record.beside
         case StopRecorded():
             state.stop_reason = record.reason
         case EvaluationRecorded():

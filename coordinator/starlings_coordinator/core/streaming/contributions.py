@@ -6,11 +6,11 @@ with. So a restarted coordinator knows at most how much each replica has alone, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from starlings_coordinator.core.pairing.weights import TokenCount
-from starlings_coordinator.core.records import ReplicasShared
+from starlings_coordinator.core.records import ReplicasShared, SamplesUnmerged
 from starlings_protos.messages import Hop, WorkerId
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class Contributions:
         self._merged: dict[WorkerId, dict[tuple[int, int], int]] = {}
         # Who was merged since that was written down, and when that was.
         self._news: set[WorkerId] = set()
+        # Of who was lost: blocks below this number may have passed through it, of so many samples at most.
+        self._ghosts: dict[WorkerId, tuple[int, int]] = {}
         self._written_at_s = 0.0
 
     def begin(self, *, recalled: bool) -> None:
@@ -41,6 +43,7 @@ class Contributions:
         self._leased.clear()
         self._merged.clear()
         self._news.clear()
+        self._ghosts.clear()
         self._leased_by_all = 0
         self._written_at_s = self._core.now.monotonic_s
         if recalled:
@@ -57,6 +60,8 @@ class Contributions:
             alone = max(0, alone_tokens) // per_sample + unknown
             self._done[worker_id] = dict.fromkeys(span.stages, alone)
             self.leased(worker_id, alone)
+        # The next points of the curve will not name what is unknown now.
+        self._write(sorted(state.spans))
 
     # ------------------------------------------------------------------ what happens
 
@@ -64,12 +69,29 @@ class Contributions:
         self._leased[worker_id] = self._leased.get(worker_id, 0) + samples
         self._leased_by_all += samples
 
-    def done(self, route: Iterable[Hop], samples: int) -> None:
+    def done(self, route: Iterable[Hop], samples: int, lease: int) -> None:
         """A microbatch was reported for the first time."""
+        lost = ""
         for hop in route:
+            lost = self._lost_meanwhile(hop.worker_id, samples, lease) or lost
+            if hop.worker_id not in self._core.state.spans:
+                continue
             by_stage = self._done.setdefault(hop.worker_id, {})
             for stage in range(hop.first_stage, hop.last_stage + 1):
                 by_stage[stage] = by_stage.get(stage, 0) + samples
+
+        if lost:
+            self._core.desk.record(SamplesUnmerged(WorkerId(lost), samples))
+
+    def _lost_meanwhile(self, worker_id: WorkerId, samples: int, lease: int) -> str:
+        """The worker, when what it added of a microbatch is gone, or may be: it was lost while that went back, and by
+        now it may be here again as another life.
+        """
+        below, left = self._ghosts.get(worker_id, (0, 0))
+        may_be = lease < below and left > 0
+        if may_be:
+            self._ghosts[worker_id] = (below, left - samples)
+        return worker_id if may_be or worker_id not in self._core.state.spans else ""
 
     def merged(self, worker_id: WorkerId, stage: int, fragment: int, count: int) -> None:
         """Somebody else has that fragment as it was when the worker had done `count` samples in the stage."""
@@ -77,27 +99,31 @@ class Contributions:
         known[stage, fragment] = max(count, known.get((stage, fragment), 0))
         self._news.add(worker_id)
 
-    def forget(self, worker_id: WorkerId) -> None:
-        """Its replicas are gone."""
+    def forget(self, worker_id: WorkerId, under_way: int) -> None:
+        """Its replicas are gone. `under_way`: of what passed through it, so much at most is not reported yet."""
+        self._ghosts[worker_id] = (self._core.state.leased.next_lease, under_way)
         for known in (self._done, self._leased, self._merged):
             known.pop(worker_id, None)
         self._news.discard(worker_id)
 
     def write_down(self) -> None:
         """Now and then, what others have too."""
-        core, state, now_s = self._core, self._core.state, self._core.now.monotonic_s
+        state, now_s = self._core.state, self._core.now.monotonic_s
         every_s = max(SHARED_EVERY_S, len(state.spans) / SHARED_PER_SECOND)
         if not self._news or now_s - self._written_at_s < every_s:
             return
         self._written_at_s = now_s
-        per_sample = core.config.job.tokens_per_sample
-        # What is credited with the next point of the curve is alone, as far as the record says: at most.
-        rows = tuple(
-            (w, max(0, state.worker_tokens.get(w, 0) - self.unmerged(w) * per_sample))
-            for w in sorted(self._news)
-        )
+        news = sorted(self._news)
         self._news.clear()
-        core.desk.record(ReplicasShared(rows))
+        self._write(news)
+
+    def _write(self, workers: Iterable[WorkerId]) -> None:
+        """What is credited with the next point of the curve is alone, as far as the record says: at most."""
+        core, per_sample = self._core, self._core.config.job.tokens_per_sample
+        credited = core.state.worker_tokens
+        core.desk.record(
+            ReplicasShared(tuple((w, credited.get(w, 0) - self.unmerged(w) * per_sample) for w in workers))
+        )
 
     # ------------------------------------------------------------------ questions
 
@@ -106,16 +132,26 @@ class Contributions:
 
     def unmerged(self, worker_id: WorkerId) -> int:
         """At most so many samples are lost with the worker: of the stage and fragment of which most are."""
+        stages = self._done.get(worker_id, {})
+        return max((self._alone(worker_id, stage) for stage in stages), default=0)
+
+    def _alone(self, worker_id: WorkerId, stage: int) -> int:
         rules = self._core.config.job.pair_rules
         fragments = rules.fragments if rules is not None else 1
         merged = self._merged.get(worker_id, {})
-        return max(
-            (
-                count - min(merged.get((stage, part), 0) for part in range(fragments))
-                for stage, count in self._done.get(worker_id, {}).items()
-            ),
-            default=0,
-        )
+        shared = min(merged.get((stage, part), 0) for part in range(fragments))
+        return self.count(worker_id, stage) - shared
+
+    def beside(self, donors: Collection[WorkerId]) -> int:
+        """At most so many samples are in no copy of the donors' weights, of each stage the lowest one's: others have
+        them.
+        """
+        core, most = self._core, 0
+        for stage in range(len(core.state.stages)):
+            holders = core.holders_of(stage)
+            donor = next((w for w in holders if w in donors), None)
+            most = max(most, sum(self._alone(w, stage) for w in holders if w != donor))
+        return most
 
     def tokens(self, worker_id: WorkerId, stage: int) -> TokenCount:
         """A worker begins what it has leased itself; in later stages it may be given what anybody has leased."""

@@ -15,6 +15,7 @@ from starlings_protos.messages import StateReport, StateWanted, WorkerId
 
 if TYPE_CHECKING:
     from starlings_coordinator.core.core import Core
+    from starlings_coordinator.core.streaming.contributions import Contributions
     from starlings_coordinator.core.streaming.newcomers import StreamJoining
 
 
@@ -30,12 +31,21 @@ class _Copy:
 
 
 class Copies:
-    def __init__(self, core: Core, joining: StreamJoining, may_go: Callable[[Member], bool]) -> None:
+    def __init__(
+        self,
+        core: Core,
+        joining: StreamJoining,
+        contributions: Contributions,
+        may_go: Callable[[Member], bool],
+    ) -> None:
         """`may_go`: whether somebody who leaves, and is no last holder, has nothing left to do."""
         self._core = core
         self._joining = joining
+        self._contributions = contributions
         self._may_go = may_go
         self._copy: _Copy | None = None
+        # The newest copy for the keeper: its name, and what is in replicas that are not in it.
+        self.beside = (-1, 0)
         # The newest step that names a copy, or a saved version.
         self.last_version = 0
         # Which step a checkpoint was last looked for at, and what was saved because a last holder leaves.
@@ -127,6 +137,7 @@ class Copies:
                 holder = next(w for w in core.holders_of(index) if w in copy.for_keeper)
                 blocks = {names[b] for b in stage.blocks}
                 digests |= {b: d for b, d in copy.reports[holder].block_digests.items() if b in blocks}
+            self.beside = (copy.version, self._contributions.beside(copy.for_keeper))
             core.finishing.save(copy.version, digests, copy.for_keeper)
         self._joining.copied(copy.version, copy.donors)
 

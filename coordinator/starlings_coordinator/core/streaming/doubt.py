@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 PACE_MARGIN = 2.0
 # Seconds over which a pace is measured.
 PACE_WINDOW_S = 30.0
+# So many microbatches say what a worker's pace is; before, nobody knows what it did in a silence this long.
+PACE_MICROBATCHES = 4
+SILENCE_S = 1.0
 UNBOUNDED = 1 << 62
 
 
@@ -46,6 +49,7 @@ class Doubt:
 
     def begin(self, *, recalled: bool) -> None:
         self._holders.clear()
+        self._unheard.clear()
         self._plan_version = -1
         self.follow_plan()
         self._unheard = (
@@ -93,12 +97,23 @@ class Doubt:
         """At most so many samples are with the worker between a forward and a backward pass."""
         return self.slots(worker_id) * self._core.config.job.train.microbatch
 
+    @property
+    def all_under_way(self) -> int:
+        """At most so many samples are on their way through the stages."""
+        first = [w for w, span in self._core.state.spans.items() if span.first_stage == 0]
+        return sum(self.under_way(worker_id) for worker_id in first)
+
     def in_doubt(self, worker_id: WorkerId, now_s: float) -> int:
         """At most so many of the samples that the worker leased are begun and not reported."""
         known = self._holders.get(worker_id)
         if known is None or worker_id in self._unheard:
             return UNBOUNDED
         silent_s = max(0.0, now_s - known.member.detector.last_heard_s)
+        if (
+            silent_s > SILENCE_S
+            and known.reported < PACE_MICROBATCHES * self._core.config.job.train.microbatch
+        ):
+            return UNBOUNDED
         pace = known.reported / max(1.0, known.member.detector.last_heard_s - known.since_s)
         return self.under_way(worker_id) + math.ceil(PACE_MARGIN * pace * silent_s)
 

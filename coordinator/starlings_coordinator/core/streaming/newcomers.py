@@ -1,7 +1,8 @@
 """Joining an `async` job: a newcomer loads a copy of its donors' weights, and is a holder as soon as it has it.
 
 There is nothing to replay: replicas of a stage differ, and what its donor trained meanwhile comes with the next
-exchange.
+exchange. For the same reason a stage comes from one donor: blocks of two replicas, or of one and of a checkpoint, would
+be a state that nobody ever had.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from typing import TYPE_CHECKING
 from starlings_coordinator.core.joining import Joining
 from starlings_coordinator.core.members import MemberState
 from starlings_coordinator.core.observers import Observer, stage_words
-from starlings_protos.messages import WorkerId
+from starlings_protos.messages import Peer, WorkerId
 
 if TYPE_CHECKING:
     from starlings_coordinator.core.core import Core
 
 
 class StreamJoining(Joining):
+    donors_per_stage = 1
+
     def __init__(self, core: Core) -> None:
         super().__init__(core)
         # Whose copies the placed workers wait for: worker -> donor -> incarnation.
@@ -64,6 +67,9 @@ class StreamJoining(Joining):
         for worker_id in sorted(chosen):
             if worker_id in self.observers:
                 self.assign(core.members[worker_id], self.observers[worker_id])
+
+    def sources_of(self, worker_id: WorkerId, base: int) -> tuple[Peer, ...]:
+        return self.donors_of(worker_id)
 
     def reached(self, worker_id: WorkerId, observer: Observer) -> None:
         if not self._core.training_is_over:

@@ -55,7 +55,9 @@ class Streaming(Schedule):
         self.exchanges = Exchanges(core, self.contributions)
         self.leasing = Leasing(core, self.contributions)
         self.progress = Progress(core)
-        self.copies = Copies(core, joining, lambda member: not self.leasing.has_leased(member.worker_id))
+        self.copies = Copies(
+            core, joining, self.contributions, lambda member: not self.leasing.has_leased(member.worker_id)
+        )
         self._recalled = False
         self._moved_at_s = 0.0
         self._looked_at_s = float("-inf")
@@ -142,9 +144,10 @@ class Streaming(Schedule):
 
     def leave_out(self, worker_id: WorkerId) -> str:
         self._accusations.pop(worker_id, None)
+        under_way = self.leasing.doubt.all_under_way
         returned = self.leasing.lost(worker_id, "the worker is gone")
         unmerged = self.contributions.unmerged(worker_id)
-        self.contributions.forget(worker_id)
+        self.contributions.forget(worker_id, under_way)
         if unmerged:
             self._core.desk.record(SamplesUnmerged(worker_id, unmerged))
         return f"training goes on, {returned} samples are leased again"
@@ -197,7 +200,7 @@ class Streaming(Schedule):
             self._moved_at_s = core.now.monotonic_s
             self._failures_in_a_row = 0
             self.progress.done(message, positions[1] - positions[0])
-            self.contributions.done(message.route, positions[1] - positions[0])
+            self.contributions.done(message.route, positions[1] - positions[0], lease)
             leasing.doubt.reported(member.worker_id, positions[1] - positions[0])
 
     def microbatch_failed(self, member: Member, message: MicrobatchFailed) -> None:
@@ -267,6 +270,10 @@ class Streaming(Schedule):
             self._core.finishing.exchange_failed(member, message)
         else:
             self._core.dropped_messages += 1
+
+    def beside(self, version: int) -> int:
+        named, samples = self.copies.beside
+        return samples if named == version else 0
 
     # ------------------------------------------------------------------ for people and tests
 
