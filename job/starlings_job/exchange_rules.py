@@ -18,7 +18,7 @@ Topology = Literal["all", "pairs", "exponential"]
 Robust = Literal["none", "clip", "trimmed", "centered_clip"]
 Correction = Literal["none", "predict", "nadam"]
 
-QuasiGlobal = Literal["sgd", "adam"]
+QuasiGlobal = Literal["none", "sgd", "adam"]
 
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 TOPOLOGY: dict[Preset, Topology] = {
@@ -99,6 +99,7 @@ class ExchangeRules:
     pull_probability: float = 0.0
     pull: float = 0.0
     # gossip: how its inner steps remember where gossip took the weights, by momentum (sgd) or second moment (adam).
+    # none: the inner optimizer is the job's, as if there were no gossip.
     quasi_global: QuasiGlobal = "sgd"
     # sgd: mu of the quasi-global buffer, and beta with which it enters a step.
     quasi_global_mu: float = 0.9
@@ -256,6 +257,11 @@ def _check_ranges(rules: ExchangeRules) -> None:
             raise RuleError(f"{name} = {value:g} is out of range; write 0 or more and less than 1")
     if not 0 <= rules.pull < math.inf:
         raise RuleError(f"pull = {rules.pull:g} is out of range; write 0 or more")
+    if rules.preset == "gossip" and rules.quasi_global != "none" and rules.correction != "none":
+        raise RuleError(
+            f'correction = "{rules.correction}" is for the moments of an optimizer, and quasi-global momentum has '
+            'others; write correction = "none", or quasi_global = false'
+        )
     if rules.preset == "sparseloco" and any(phase.outer_momentum for phase in _phases(rules)):
         raise RuleError(
             "sparseloco's error feedback takes the place of outer momentum; write an outer momentum of 0"

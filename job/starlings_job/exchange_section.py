@@ -16,6 +16,7 @@ from starlings_job.exchange_rules import (
     PRESETS,
     ExchangeRules,
     Phase,
+    QuasiGlobal,
     Robust,
     RuleError,
     check_schedule,
@@ -26,6 +27,7 @@ from starlings_job.sections import Codec, Real, Section, Switch, TrainSection, W
 
 # Of those that exchange_rules.py knows, what a job can have; "none" beside them.
 AVAILABLE = ("allreduce", *BY_SLOTS)
+_QUASI_GLOBAL: dict[str, QuasiGlobal] = {"sgd": "sgd", "adamw": "adam"}
 
 
 def _momentum_codec(value: object) -> object:
@@ -36,9 +38,12 @@ class ExchangeSection(Section):
     # "allreduce": every step, with `sync`. All others with `async`. "pairs": every H steps each replica steps for
     # itself and then averages with a partner. "noloco": momentum and averaging with a partner in one formula. "palsgd":
     # "pairs", and pulls towards the last average in between. "diloco": every H steps all replicas of a stage average
-    # how far they have come, and step by that. "sparseloco": the same with few values of it. "none": replicas go their
-    # own ways and are averaged at the end.
-    preset: Literal["allreduce", "pairs", "noloco", "palsgd", "diloco", "sparseloco", "none"] = "allreduce"
+    # how far they have come, and step by that. "sparseloco": the same with few values of it. "gossip": an average with
+    # one peer at every step, by the exponential graph (Ying et al. 2021). "none": replicas go their own ways and are
+    # averaged at the end.
+    preset: Literal["allreduce", "pairs", "noloco", "palsgd", "diloco", "sparseloco", "gossip", "none"] = (
+        "allreduce"
+    )
     # Use the codec also where it is known to hurt, and settings that are known to diverge.
     force: Switch = False
     # "allreduce": how gradients travel; what a codec drops comes with the next step (error feedback). Others: how
@@ -93,6 +98,12 @@ class ExchangeSection(Section):
     # what was trained meanwhile stays (alpha of Douillard et al. 2025, "Streaming DiLoCo", section 2.3).
     merge_alpha: Real = Field(default=0.0, ge=0, lt=1)
 
+    # "gossip": inner steps remember where gossip took the weights (Lin et al. 2021, "Quasi-Global Momentum", algorithm
+    # 1): with optimizer "sgd" theta = theta - lr (mu m^ + g), and after gossip m^ = mu m^ + (1 - mu) (theta_before -
+    # theta) / lr, mu being `momentum`; with "adamw" the second moment is made so, of the change scaled to norm 1.
+    # False: the optimizer as it is.
+    quasi_global: Switch = True
+
     @property
     def pairs(self) -> bool:
         """Whether replicas exchange beside training, by slots."""
@@ -131,7 +142,25 @@ class ExchangeSection(Section):
             # Without that it diverges at almost every H that a job may have.
             "reset_first_moment": train.correction == "nadam",
         }
+        if self.preset == "gossip":
+            changes |= {
+                "quasi_global": self._quasi_global(train),
+                "quasi_global_mu": train.momentum,
+                "quasi_global_beta": train.momentum,
+            }
         return rules_for(self.preset, force=self.force, **changes)
+
+    def _quasi_global(self, train: TrainSection) -> QuasiGlobal:
+        if not self.quasi_global:
+            return "none"
+        if train.optimizer not in _QUASI_GLOBAL:
+            raise RuleError(
+                f'quasi-global momentum has forms of "adamw" and "sgd", not of "{train.optimizer}"; write one of them, '
+                "or quasi_global = false"
+            )
+        if train.optimizer == "sgd" and not train.momentum:
+            return "none"
+        return _QUASI_GLOBAL[train.optimizer]
 
     def check_schedule(self, schedule: str) -> None:
         """Whether the preset goes with `[train] schedule`.

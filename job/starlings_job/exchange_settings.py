@@ -16,18 +16,19 @@ _TWO_SIDED: tuple[Preset, ...] = ("pairs", "noloco", "palsgd")
 # All replicas of a stage average displacements in a round with quorum and deadline.
 GROUPS: tuple[Preset, ...] = ("diloco", "sparseloco")
 # Presets that go by slots: exchanges of a stage's replicas follow a clock.
-BY_SLOTS: tuple[Preset, ...] = (*_TWO_SIDED, *GROUPS)
+_ROUNDS: tuple[Preset, ...] = (*_TWO_SIDED, *GROUPS)
+BY_SLOTS: tuple[Preset, ...] = (*_ROUNDS, "gossip")
 
 # Beside `codec` and `force`, which say themselves what they are for.
 HEEDED_BY: Mapping[str, tuple[Preset, ...]] = {
-    "every": BY_SLOTS,
+    "every": _ROUNDS,
     "swaps": ("pairs", "palsgd"),
     "fragments": BY_SLOTS,
-    "outer_rate": BY_SLOTS,
+    "outer_rate": _ROUNDS,
     "outer_momentum": (*_TWO_SIDED, "diloco"),
     "momentum_codec": ("pairs", "palsgd"),
-    "warmup_fraction": BY_SLOTS,
-    "warmup_every": BY_SLOTS,
+    "warmup_fraction": _ROUNDS,
+    "warmup_every": _ROUNDS,
     "warmup_swaps": ("pairs", "palsgd"),
     "seed": _TWO_SIDED,
     "gamma": ("noloco",),
@@ -35,6 +36,7 @@ HEEDED_BY: Mapping[str, tuple[Preset, ...]] = {
     "pull": ("palsgd",),
     "robust": GROUPS,
     "merge_alpha": GROUPS,
+    "quasi_global": ("gossip",),
 }
 
 

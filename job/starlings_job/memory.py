@@ -4,7 +4,7 @@ The terms are those of the design's section 5. Bytes per trained parameter:
 
     4 weights + 4 gradients + optimizer (AdamW and NAdam 8, Muon 4, SGD with momentum 4, 8-bit AdamW 2.03, SGD 0)
     + 4 optimizer temporaries + 8 error feedback (lossy exchange) + 2 autocast copy + 4 per extra version
-    + 8 starting point and outer momentum (NoLoCo 12), and per fragment two payloads decoded (exchanges in pairs)
+    + 8 starting point and outer momentum (NoLoCo, gossip 12), per fragment two payloads decoded (exchanges in pairs)
     + 12 starting point, residual and outer momentum, and per fragment 12 (exchanges in groups)
 
 and per frozen parameter 4 (+ 2). Per microbatch in flight: the stage's input and its activations; with
@@ -78,7 +78,11 @@ def bytes_per_parameter(
     if pair_rules is not None:
         travelling = 1 if pair_rules.momentum_codec is None else 2
         # NoLoCo sends neither of them, but a third vector.
-        kept = 12 if pair_rules.preset == "noloco" else 8
+        # Quasi-global momentum remembers where the weights were.
+        third = pair_rules.preset == "noloco" or (
+            pair_rules.preset == "gossip" and pair_rules.quasi_global != "none"
+        )
+        kept = 12 if third else 8
         exchange = kept + 2 * 4 * travelling / pair_rules.fragments
         if pair_rules.topology == "all":
             # Starting point, residual, and where there is one, momentum; per fragment what is sent, decoded, came back.

@@ -51,7 +51,8 @@ def test_pairs_are_what_async_does_with_the_defaults_of_the_preset() -> None:
 @pytest.mark.parametrize("preset", BY_SLOTS)
 def test_presets_by_slots_have_their_papers_numbers_when_nothing_else_is_said(preset: Preset) -> None:
     job = parse_job(MINIMAL + PAIRS + f'preset = "{preset}"\n')
-    assert job.pair_rules == rules_for(preset, inner_beta1=job.train.beta1)
+    inner = {"quasi_global": "adam", "quasi_global_mu": 0.0, "quasi_global_beta": 0.0}
+    assert job.pair_rules == rules_for(preset, **(inner if preset == "gossip" else {}))
     assert job.exchange.pairs
     assert JobSpec.from_json(job.to_json()) == job
 
@@ -61,6 +62,7 @@ def test_every_key_is_refused_where_nobody_heeds_it_and_reaches_the_rules_of_tho
     """So that no number of a job file is without effect."""
     others = {
         "momentum_codec": '"exact"', "warmup_fraction": 0.25, "outer_rate": 0.8, "outer_momentum": 0.6, "gamma": 0.75,
+        "quasi_global": "false",
         "pull_probability": 0.3, "pull": 0.4, "warmup_swaps": 1, "swaps": 1, "robust": '"trimmed"', "merge_alpha": 0.5,
     }  # fmt: skip
     context = {
@@ -70,11 +72,14 @@ def test_every_key_is_refused_where_nobody_heeds_it_and_reaches_the_rules_of_tho
     for preset in BY_SLOTS:
         name = f'preset = "{preset}"\n'
         if preset not in HEEDED_BY[key]:
-            wrong: object = {"momentum_codec": "exact", "robust": "trimmed", "swaps": 7, "seed": 7}.get(
-                key, 0.3
-            )
-            value = 3 if key in ("warmup_swaps", "warmup_every") else wrong
-            text = f'{key} = "{value}"\n' if isinstance(value, str) else f"{key} = {value}\n"
+            wrong: object = {
+                "momentum_codec": '"exact"',
+                "robust": '"trimmed"',
+                "quasi_global": "false",
+                "swaps": 7,
+                "seed": 7,
+            }.get(key, 7 if key in ("every", "fragments", "warmup_swaps", "warmup_every") else 0.3)
+            text = f"{key} = {wrong}\n"
             assert f'means nothing to "{preset}"' in refusal(MINIMAL + PAIRS + name + text)
             continue
         base = name + context.get(key, "")
@@ -183,6 +188,12 @@ def test_microbatch_follows_batch_when_left_out() -> None:
         (PAIRS + 'preset = "noloco"\nmomentum_codec = "exact"', "momentum_codec = 'exact' is for preset"),
         (PAIRS + 'preset = "palsgd"\npull_probability = 1.0', "less than 1"),
         (PAIRS + 'preset = "palsgd"\ngamma = 1.0', 'means nothing to "palsgd"'),
+        (PAIRS + 'preset = "gossip"\nevery = 5', "every = 5 is for preset"),
+        (PAIRS + 'preset = "gossip"\nouter_rate = 0.7', "outer_rate = 0.7 is for preset"),
+        (
+            '[train]\nschedule = "async"\noptimizer = "muon"\n[exchange]\npreset = "gossip"',
+            'forms of "adamw" and "sgd", not of "muon"; write one of them, or quasi_global = false',
+        ),
         ('[exchange]\npreset = "noloco"', 'needs schedule = "async"; write that'),
         (PAIRS + "outer_momentum = 1.0", "less than 1"),
         (PAIRS + "outer_rate = 0.0", "greater than 0"),

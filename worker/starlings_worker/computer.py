@@ -164,7 +164,7 @@ class Computer:
             assignment.stages,
             assignment.span,
             build,
-            make_optimizer(self._job.train),
+            make_optimizer(self._job.train, self._job.pair_rules),
             self.device.torch,
         )
         held.version = assignment.version
@@ -196,7 +196,7 @@ class Computer:
             if rules.topology == "all":
                 self.groups = GroupDevice(rules, vectors)
             else:
-                self.pairs = PairDevice(rules, vectors)
+                self.pairs = PairDevice(rules, vectors, held.optimizer)
         return held.block_digests()
 
     # ---------------------------------------------------------------- effects

@@ -34,6 +34,8 @@ from starlings_worker.core.pairing.work import (
 )
 from starlings_worker.errors import EngineFault
 from starlings_worker.flat import FlatVector
+from starlings_worker.optimizers.elementary import Optimizer
+from starlings_worker.optimizers.quasi_global import QuasiGlobalOptimizer
 from starlings_worker.outer.fragments import Bounds, cut_into_fragments
 from starlings_worker.outer.noloco import NoLoCo
 from starlings_worker.outer.outcome import Average, Refetch, Refuse, Verdict, explain
@@ -59,6 +61,9 @@ def rule_of(rules: ExchangeRules) -> Pairs | NoLoCo:
             return NoLoCo(rules)
         case "palsgd":
             return Palsgd(rules)
+        case "gossip":
+            # With eta = 1 and mu = 0 nothing is left of the outer step, and a swap is an average.
+            return Pairs(rules)
         case _:
             raise EngineFault(f'[exchange] preset = "{rules.preset}" does not exchange in pairs')
 
@@ -88,14 +93,20 @@ class _Kept:
 class PairDevice:
     """Of one held span."""
 
-    def __init__(self, rules: ExchangeRules, vectors: Mapping[int, FlatVector]) -> None:
-        """`vectors`: by stage, with the weights that training begins (or goes on) with.
+    def __init__(
+        self, rules: ExchangeRules, vectors: Mapping[int, FlatVector], inner: Optimizer | None = None
+    ) -> None:
+        """
+        Args:
+            vectors: by stage, with the weights that training begins (or goes on) with.
+            inner: the optimizer between exchanges, which may want to know of them.
 
         Raises:
             EngineFault: the preset does not exchange in pairs, or a stage has fewer rows than the job has fragments.
         """
         self._rule = rule_of(rules)
         self._rules = rules
+        self._inner = inner if isinstance(inner, QuasiGlobalOptimizer) else None
         self._codecs: dict[str, Codec] = {WEIGHTS: make_codec(rules.codec)}
         if rules.momentum_codec is not None:
             self._codecs[MOMENTUM] = make_codec(rules.momentum_codec)
@@ -116,6 +127,8 @@ class PairDevice:
         """The weights are new: displacements are measured from them, and no momentum is left."""
         # First, so that there is never memory for both.
         self._states.clear()
+        if self._inner is not None:
+            self._inner.restart()
         self._states = {
             (stage, fragment): FragmentState.starting_at(self._theta(stage, fragment))
             for stage, bounds in self._bounds.items()
@@ -193,6 +206,8 @@ class PairDevice:
         warmup = self._rules.warmup
         phase = warmup if effect.warmup and warmup is not None else self._rules.main
         state.solo_rounds = effect.solo_rounds
+        if self._inner is not None:
+            self._inner.after_gossip(self._vectors[effect.stage])
         self._phases[place] = phase
         self._rule.at_slot(state, self._theta(*place), phase)
         if self._rules.reset_first_moment:

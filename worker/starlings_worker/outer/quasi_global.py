@@ -11,6 +11,9 @@ and for Adam (as in its authors' code) the second moment, with the change scaled
     step:           m = beta1 m + (1 - beta1) g ;  v = beta2 v^ + (1 - beta2) g^2, both corrected for their start
                     theta = theta - lr m / (sqrt(v) + eps)
     after gossip:   d = (theta_before - theta) / |theta_before - theta| ;  v^ = beta2 v^ + (1 - beta2) d^2
+
+There gossip follows each step. Where several steps come before the first gossip, v^ is the own v until then: with v^ =
+0 a value whose gradient happens to be small would be divided by next to nothing.
 """
 
 from __future__ import annotations
@@ -41,6 +44,9 @@ class QuasiGlobalState:
     # Sum of the learning rates of the steps since then.
     learning_rates: float = 0.0
     steps: int = 0
+    # Steps since gossip was last through, and whether it ever was.
+    steps_since: int = 0
+    met: bool = False
 
     @classmethod
     def starting_at(cls, theta: Tensor) -> QuasiGlobalState:
@@ -57,6 +63,7 @@ class QuasiGlobal:
     def step(self, state: QuasiGlobalState, theta: Tensor, gradient: Tensor, learning_rate: float) -> None:
         """In place. `gradient` stays as it is."""
         state.steps += 1
+        state.steps_since += 1
         state.learning_rates += learning_rate
         if self.rules.quasi_global == "adam":
             self._adam_step(state, theta, gradient, learning_rate)
@@ -77,6 +84,8 @@ class QuasiGlobal:
             g, first = gradient[here], state.first[here]
             first.mul_(beta1).add_(g, alpha=1 - beta1)
             second = torch.mul(state.buffer[here], beta2).addcmul_(g, g, value=1 - beta2)
+            if not state.met:
+                state.buffer[here].copy_(second)
             denominator = second.sqrt_().mul_(root_scale).add_(_EPSILON)
             theta[here].addcdiv_(first, denominator, value=-step_size)
 
@@ -86,6 +95,8 @@ class QuasiGlobal:
         if state.learning_rates == 0:
             return
         if self.rules.quasi_global == "adam":
+            if not state.met and state.steps_since == 1:
+                state.buffer.zero_()
             keep = self.rules.inner_beta2
             scale = 1 / (distance(state.before, theta) + _EPSILON)
         else:
@@ -97,4 +108,4 @@ class QuasiGlobal:
                 change.square_()
             state.buffer[here].mul_(keep).add_(change, alpha=1 - keep)
             state.before[here].copy_(theta[here])
-        state.learning_rates = 0.0
+        state.learning_rates, state.steps_since, state.met = 0.0, 0, True

@@ -29,8 +29,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from starlings_coordinator.core.pairing.clock import LEAST_SLOT_S, StageClock, slot_length_s
+from starlings_coordinator.core.pairing.exponential import match_exponentially
 from starlings_coordinator.core.pairing.links import LinkEstimates
-from starlings_coordinator.core.pairing.matching import Candidate, match_slot, worst_far_interval
+from starlings_coordinator.core.pairing.matching import (
+    Candidate,
+    SwapMatching,
+    match_slot,
+    worst_far_interval,
+)
 from starlings_coordinator.core.pairing.outcomes import Named, OutcomeBook
 from starlings_coordinator.core.pairing.weights import (
     TokenLedger,
@@ -308,16 +314,22 @@ class StageRounds:
         here = [replica for replica in self.replicas.values() if replica.ready == slot]
         phase = self.settings.phase(warmup=self.clock.warmup_at(slot))
         swaps = self.settings.rules.swaps_in(phase)
-        matchings = match_slot(
-            [Candidate(r.worker_id, r.region, slot - r.last_far_slot, r.sat_out) for r in here],
-            self._links,
-            job_seed=self.settings.job_seed,
-            stage=self.stage,
-            slot=slot,
-            swaps=swaps,
-            byte_count=self.settings.swap_bytes(phase),
-        )
         weights = self._weights(here, slot, now_s)
+        matchings: tuple[SwapMatching, ...]
+        if self.settings.rules.topology == "exponential":
+            matchings = (match_exponentially(weights, slot // self.clock.fragments),)
+            # Even ones: a cycle of them makes the exact mean.
+            weights = dict.fromkeys(weights, 1.0)
+        else:
+            matchings = match_slot(
+                [Candidate(r.worker_id, r.region, slot - r.last_far_slot, r.sat_out) for r in here],
+                self._links,
+                job_seed=self.settings.job_seed,
+                stage=self.stage,
+                slot=slot,
+                swaps=swaps,
+                byte_count=self.settings.swap_bytes(phase),
+            )
         one_region = len({replica.region for replica in here}) < 2
         told: list[Told] = []
         for swap, matching in enumerate(matchings):
