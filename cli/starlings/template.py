@@ -57,7 +57,7 @@ COMMENTS: Mapping[str, str] = {
     "train.microbatch": "Samples that travel together through the stages; batch must be a multiple of it.",
     "train.inner_batch": "async: microbatches per step of a replica; 0 = as many as make a batch.",
     "train.max_staleness": "async: older gradients (in own steps) are passed upstream and not added.",
-    "train.correction": 'async: "none", or "nadam" with that optimizer.',
+    "train.correction": 'async: "none"; "predict": weights ahead by the measured delay; "nadam" with that optimizer.',
     "train.optimizer": '"adamw", "nadam", "sgd", "muon" (AdamW where there is no hidden matrix) or "adamw8bit".',
     "train.lr": "The highest learning rate.",
     "train.lr_end": "The rate at the end, as a fraction of lr.",

@@ -119,6 +119,10 @@ class DataSection(Section):
         return _texts(value, '"stdlib", "shapes", a glob such as "texts/**/*.txt", or a list of globs')
 
 
+# beta1 and momentum_decay with which NAdam corrects for delays (Ajanthan et al. 2025).
+_NADAM_CORRECTS = (0.99, 0.0)
+
+
 class TrainSection(Section):
     # "sync": a step is a transaction of all workers. "async": no barrier, each replica of a stage steps on its own.
     schedule: Literal["sync", "async"] = "sync"
@@ -132,7 +136,9 @@ class TrainSection(Section):
     max_staleness: Whole = Field(default=8, ge=0, le=10_000)
     # `async`: what is done about stale gradients. "nadam": the optimizer of that name, with beta1 = 0.99 and
     # momentum_decay = 0.
-    correction: Literal["none", "nadam"] = "none"
+    # "predict": forward passes with the weights that are expected when the microbatch comes back, as many steps later
+    # as was measured (Chen et al. 2018, "SpecTrain", section 4; for Adam Guan et al. 2019, "XPipe", section 3).
+    correction: Literal["none", "predict", "nadam"] = "none"
     # What each keeps of a parameter: `optimizers.py`.
     optimizer: OptimizerName = "adamw"
     lr: Real = Field(default=1e-3, gt=0, le=1e3)
@@ -209,6 +215,18 @@ class TrainSection(Section):
             raise ValueError(
                 f'correction = "nadam" needs optimizer = "nadam", not "{self.optimizer}"; write that'
             )
+        if self.correction == "nadam" and (self.beta1, self.momentum_decay) != _NADAM_CORRECTS:
+            raise ValueError(
+                f'correction = "nadam" is stable with beta1 = {_NADAM_CORRECTS[0]} and momentum_decay = 0; remove '
+                'both, or write correction = "none" with optimizer = "nadam"'
+            )
+        if self.correction == "predict" and not (
+            self.optimizer == "adamw" or (self.optimizer == "sgd" and self.momentum > 0)
+        ):
+            raise ValueError(
+                f'correction = "predict" goes by the momentum of "adamw" or "sgd" (with momentum above 0), not of '
+                f'"{self.optimizer}"; write one of them, or correction = "none"'
+            )
         return self
 
     @model_validator(mode="after")
@@ -234,7 +252,8 @@ class TrainSection(Section):
             and values.get("optimizer", "nadam") == "nadam"
         ):
             # Ajanthan et al. 2025: a stale gradient wants a long memory, and the look-ahead from the first step on.
-            values = {"optimizer": "nadam", "beta1": 0.99, "momentum_decay": 0.0, **values}
+            beta1, momentum_decay = _NADAM_CORRECTS
+            values = {"optimizer": "nadam", "beta1": beta1, "momentum_decay": momentum_decay, **values}
         return values
 
 

@@ -151,6 +151,21 @@ def test_microbatch_follows_batch_when_left_out() -> None:
         ('[train]\nschedule = "local"', "'local' is not allowed; allowed: 'sync' or 'async'"),
         ("[train]\ninner_batch = 2", 'inner_batch = 2 is for schedule = "async"'),
         ('[train]\nschedule = "async"\ncorrection = "nadam"\noptimizer = "sgd"', 'needs optimizer = "nadam"'),
+        ('[train]\nschedule = "async"\ncorrection = "nadam"\nbeta1 = 0.9', "stable with beta1 = 0.99"),
+        (
+            '[train]\nschedule = "async"\ncorrection = "nadam"\nmomentum_decay = 0.1',
+            "stable with beta1 = 0.99",
+        ),
+        (
+            '[train]\nschedule = "async"\ncorrection = "predict"\noptimizer = "muon"',
+            'not of "muon"; write one',
+        ),
+        ('[train]\nschedule = "async"\ncorrection = "predict"\noptimizer = "sgd"', "with momentum above 0"),
+        ('[train]\ncorrection = "predict"', 'is for schedule = "async"'),
+        (
+            '[train]\nschedule = "async"\ncorrection = "predict"\n[exchange]\npreset = "gossip"',
+            'write correction = "none", or quasi_global = false',
+        ),
         (
             '[train]\nschedule = "async"\n[exchange]\npreset = "allreduce"',
             '[exchange] preset = "allreduce" needs schedule = "sync"; write that, or with schedule = "async" one of '

@@ -124,6 +124,22 @@ def test_palsgd_pulls_between_steps_as_often_as_its_probability_says() -> None:
     assert StreamRules(section, 1, 256, 100, rules_for("pairs")).pulls(lambda: 0.0) == 0
 
 
+def test_weights_are_predicted_as_far_ahead_as_microbatches_were_late() -> None:
+    for correction, expected in (("none", [0.0] * 4), ("predict", [0.0, 0.1, 0.29, 0.561])):
+        driver = first_of_two(inner_batch=1, max_staleness=3, correction=correction)
+        sent = [to_b(driver, index) for index in range(4)]
+        ahead = []
+        for one in sent:
+            come_back(driver, one)
+            driver.compute()
+            step = driver.core.device.running
+            assert isinstance(step, StepStages)
+            ahead.append(step.stages[0].steps_ahead)
+            driver.compute()
+        # Running means of 0, 1, 2, 3 steps.
+        assert [round(steps, 9) for steps in ahead] == expected
+
+
 def test_staleness_is_measured_and_what_is_too_old_is_passed_on_and_not_added() -> None:
     driver = first_of_two(inner_batch=1, max_staleness=1)
     sent = [to_b(driver, index) for index in range(4)]

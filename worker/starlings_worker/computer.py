@@ -22,6 +22,7 @@ from starlings_job.spec import JobSpec
 from starlings_protos.messages import LeaseKind, MicrobatchKey, WorkerId
 from starlings_protos.state_transfer import ServedBlock
 from starlings_worker import wire
+from starlings_worker.ahead import Ahead
 from starlings_worker.boundary import BoundaryCodecs
 from starlings_worker.core.effects import (
     AdoptState,
@@ -138,6 +139,7 @@ class Computer:
         # In those whose replicas exchange in groups.
         self.groups: GroupDevice | None = None
         self._runner: Runner | None = None
+        self._ahead: Ahead | None = None
         self._cache = cache
         self.left_behind: LeftBehind | None = None
 
@@ -145,7 +147,7 @@ class Computer:
 
     def drop(self) -> None:
         """Frees everything: the span, every microbatch, part and snapshot."""
-        self.held = self._runner = self.exchange = self.pairs = self.groups = None
+        self.held = self._runner = self.exchange = self.pairs = self.groups = self._ahead = None
         self.microbatches.clear()
         self.snapshots.clear()
         self.history.clear()
@@ -177,12 +179,14 @@ class Computer:
             EngineFault: a stage cannot be cut into as many fragments as the job's exchange has.
         """
         self.held = held
+        self._ahead = Ahead(held) if self._job.train.correction == "predict" else None
         self._runner = Runner(
             held,
             loss_sum,
             recompute=load.assignment.recompute,
             bf16=self.device.bf16,
             streams=self._job.train.streams,
+            ahead=self._ahead,
         )
         self.exchange = ExchangeBuffers(self._worker_id, self._job.exchange.codec, held.vectors)
         largest = max((vector.size for vector in held.vectors.values()), default=0)
@@ -223,7 +227,7 @@ class Computer:
             case StepStages():
                 with self._meters.timing("compute"), self._throttle.block(), torch.no_grad():
                     stepped = step_stages(self._span(), effect)
-                    self._pull(effect)
+                    self._after_steps(effect)
                     self.device.synchronise()
                 return stepped
             case TakeCopy():
@@ -251,6 +255,8 @@ class Computer:
                     raise EngineFault("no span that exchanges in pairs is held")
                 with self._meters.timing("serialise"), self._throttle.block():
                     met = self.pairs.execute(effect)
+                    if self._ahead is not None:
+                        self._ahead.moved()
                     self.device.synchronise()
                 return met
             case GroupWork():
@@ -258,6 +264,8 @@ class Computer:
                     raise EngineFault("no span that exchanges in groups is held")
                 with self._meters.timing("serialise"), self._throttle.block():
                     worked = self.groups.execute(effect)
+                    if self._ahead is not None:
+                        self._ahead.moved()
                     self.device.synchronise()
                 return worked
             case Load() | ReplayStep():
@@ -265,10 +273,12 @@ class Computer:
             case _:
                 assert_never(effect)
 
-    def _pull(self, effect: StepStages) -> None:
+    def _after_steps(self, effect: StepStages) -> None:
         for step in effect.stages:
             if step.pulls and self.pairs is not None:
                 self.pairs.pull(step.stage, step.pulls, effect.learning_rate)
+            if self._ahead is not None:
+                self._ahead.stepped(step.stage, step.number, step.steps_ahead, effect.learning_rate)
 
     def _span(self) -> HeldSpan:
         if self.held is None:

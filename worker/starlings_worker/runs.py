@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from starlings_job.data.batch import Batch
+from starlings_worker.ahead import Ahead
 from starlings_worker.errors import EngineFault
 from starlings_worker.stage import HeldSpan
 
@@ -41,11 +42,22 @@ class Runner:
     """Computes on the device; to be called from one thread."""
 
     def __init__(
-        self, held: HeldSpan, loss_sum: LossSum, *, recompute: bool, bf16: bool, streams: bool = False
+        self,
+        held: HeldSpan,
+        loss_sum: LossSum,
+        *,
+        recompute: bool,
+        bf16: bool,
+        streams: bool = False,
+        ahead: Ahead | None = None,
     ) -> None:
-        """`streams`: weights may change between a forward pass and its backward pass, unless the loss is its end: then
-        backward comes at once. No graph outlives a change of the weights that it points to.
         """
+        Args:
+            streams: weights may change between a forward pass and its backward pass, unless the loss is its end: then
+                backward comes at once. No graph outlives a change of the weights that it points to.
+            ahead: makes the forward passes to which that may happen.
+        """
+        self._ahead = ahead
         self.held = held
         self.recompute = recompute
         self._streams = streams
@@ -142,7 +154,11 @@ class Runner:
                 with torch.enable_grad():
                     return self._through(stage, stage, value)
             with torch.no_grad():
-                value = self._through(stage, stage, value)
+                if self._ahead is None or ends:
+                    value = self._through(stage, stage, value)
+                else:
+                    with self._autocast():
+                        value = self._ahead.through(stage, value)
         return value
 
     def _backward_recomputing(

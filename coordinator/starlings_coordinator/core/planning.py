@@ -183,7 +183,15 @@ class Planning:
             job.job.seed,
             job.train.microbatch,
             job.microbatches_per_step,
-            float(bytes_per_parameter(job.train, job.exchange.codec, pair_rules=job.pair_rules)),
+            float(
+                bytes_per_parameter(
+                    job.train,
+                    job.exchange.codec,
+                    pair_rules=job.pair_rules,
+                    # The weights that are expected, beside those that are.
+                    extra_versions=int(job.train.correction == "predict"),
+                )
+            ),
             stages,
             stages_most=job.stages_most,
             stages_wanted=0 if self.restart_version > 0 else stage_count(job.pipeline.stages),

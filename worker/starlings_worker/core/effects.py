@@ -213,6 +213,8 @@ class StageStep:
     clip_limit: float
     # palsgd: pulls towards the last average that follow the step.
     pulls: int = 0
+    # predict: what passes the stage now comes back so many of its steps later, as it was measured.
+    steps_ahead: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

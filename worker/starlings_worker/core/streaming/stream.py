@@ -87,6 +87,8 @@ class Stream:
         # Running means of the norms of stages.
         self.norms: dict[int, float] = {}
         self.staleness: deque[int] = deque(maxlen=64)
+        # By stage, running means of the same.
+        self._delays: dict[int, float] = {}
         self.staleness_most = 0
         self.gradients_stale = 0
         self.inner_steps = 0
@@ -117,6 +119,7 @@ class Stream:
         self.steps = dict.fromkeys(stages, version)
         self.added = dict.fromkeys(stages, 0)
         self.norms = {}
+        self._delays = {}
         self._tokens.clear()
         self._steps_here.clear()
         self._stepped_at_s = {}
@@ -181,6 +184,9 @@ class Stream:
         for stage, age in self._staleness(held):
             self.staleness.append(age)
             self.staleness_most = max(self.staleness_most, age)
+            self._delays[stage] = (
+                age if (old := self._delays.get(stage)) is None else old + NORM_WEIGHT * (age - old)
+            )
             if age > self._rules.train.max_staleness:
                 self.gradients_stale += 1
             else:
@@ -203,8 +209,15 @@ class Stream:
             self.added[stage] = 0
             self.steps[stage] += 1
             limit = 0.0 if joint else clip * self._share(stage)
-            parts.append(StageStep(stage, self.steps[stage], limit, self._rules.pulls(self._dice)))
+            pulls, ahead = self._rules.pulls(self._dice), self._steps_ahead(stage)
+            parts.append(StageStep(stage, self.steps[stage], limit, pulls, ahead))
         self._device.push(StepStages(tuple(parts), rate, joint))
+
+    def _steps_ahead(self, stage: int) -> float:
+        """What comes back later than is allowed is not added, so nothing is predicted for it."""
+        if self._rules.train.correction != "predict":
+            return 0.0
+        return min(self._delays.get(stage, 0.0), float(self._rules.train.max_staleness))
 
     def _share(self, stage: int) -> float:
         """Of the norm over all stages that is this stage's: so each clips about as one optimizer of all would do."""
