@@ -13,19 +13,26 @@ from starlings_job.presets import PRESETS
 from starlings_job.spec import JobSpec, parse_job
 
 # What a newcomer must decide, and what they get when they do not: everything else is written as a comment
-# with its default.
+# with its default. Volunteers come over the internet, where no uplink bears an exchange at every step.
 CHOSEN: Mapping[str, Mapping[str, Any]] = {
     "job": {"name": "first-flight", "seed": 0, "tokens": "2M"},
     "model": {"preset": "tiny"},
     "data": {"source": "stdlib", "held_out": 256},
-    "train": {"batch": 32, "microbatch": 4, "lr": 2e-3},
+    "train": {"schedule": "async", "batch": 32, "microbatch": 4, "lr": 2e-3},
+    "exchange": {"preset": "pairs"},
+}
+# Where all machines share a fast network, steps can be exactly those of one big machine.
+CHOSEN_FOR_LAN: Mapping[str, Mapping[str, Any]] = {
+    **CHOSEN,
+    "train": {**CHOSEN["train"], "schedule": "sync"},
+    "exchange": {"preset": "allreduce"},
 }
 
 ABOUT: Mapping[str, str] = {
     "job": "What this job is.",
     "model": "What is trained: exactly one of preset, config, from.",
     "data": "The text. It is tokenised once, by `starlings prepare`; volunteers need no copy of it.",
-    "train": "How it is trained. Every sample of a step is in the gradient of every stage exactly once.",
+    "train": "How it is trained.",
     "pipeline": "How activations travel between the stages of the model.",
     "exchange": "How replicas of a stage come together: gradients every step, or weights now and then.",
     "swarm": "When training starts.",
@@ -44,7 +51,7 @@ COMMENTS: Mapping[str, str] = {
     + ", ".join(FAMILIES)
     + ".",
     "model.from": "Or a Hugging Face directory with config.json and safetensors: weights start from there.",
-    "model.untie": "Give the input and the output embedding weights of their own.",
+    "model.untie": "Give the input and the output embedding weights of their own; async does, but with one stage.",
     "data.source": '"stdlib" (Python\'s own sources), "shapes" (drawn images), or globs like "texts/**/*.txt".',
     "data.format": '"text", or "jsonl" with {"text"} or {"prompt", "completion"} on each line.',
     "data.tokenizer": '"bytes", or a tokenizer.json, or the directory that holds one.',
@@ -52,7 +59,7 @@ COMMENTS: Mapping[str, str] = {
     "data.held_out": "About this many samples are kept back for evaluation.",
     "data.limit": 'Use about this much text, such as "8MB". Left out: all of it.',
     "data.skew": "async: unequal data; each worker leases from a few sources (0.1) or nearly all alike (100).",
-    "train.schedule": '"sync": every step is exactly what one big machine would do; "async": nobody waits for anybody.',
+    "train.schedule": '"async": nobody waits, for the internet; "sync": each step is just what one big machine does.',
     "train.batch": "Samples per optimizer step, over all workers.",
     "train.microbatch": "Samples that travel together through the stages; batch must be a multiple of it.",
     "train.inner_batch": "async: microbatches per step of a replica; 0 = as many as make a batch.",
@@ -143,6 +150,19 @@ def fields(model: type[BaseModel], prefix: str = "") -> list[tuple[str, Any]]:
     return found
 
 
+def _following(chosen: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The default of every key beside what is chosen: some depend on it."""
+    job = parse_job(render(chosen, comments=False)).model_dump(by_alias=True)
+
+    def at(path: str) -> Any:
+        value: Any = job
+        for key in path.split("."):
+            value = value[key]
+        return value
+
+    return {path: at(path) for path, default in fields(JobSpec) if default is not None}
+
+
 def toml_value(value: Any) -> str:
     """A TOML literal of a string, number, boolean or list of these."""
     if isinstance(value, list | tuple):
@@ -159,6 +179,7 @@ def render(
     defaults.
     """
     lines = [_HEAD.format(file=file)] if comments else []
+    follows = _following(chosen) if comments else {}
     section = ""
     for path, default in fields(JobSpec):
         here, _, key = path.rpartition(".")
@@ -177,7 +198,7 @@ def render(
         if value is not None:
             lines.append(f"{key} = {toml_value(value)}")
         else:
-            shown = _EXAMPLES.get(path, default)
+            shown = _EXAMPLES.get(path, follows.get(path, default))
             lines.append(f"# {key} = {toml_value(shown)}")
     text = "\n".join(lines).replace("\n\n\n", "\n\n").strip() + "\n"
     parse_job(text, file)

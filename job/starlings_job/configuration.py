@@ -62,7 +62,10 @@ def checked_config(
             config[key] = None
     tied = bool(config.get("tie_word_embeddings", family.ties_by_default))
     if tied and untie:
-        notes.append("input and output embeddings are untied")
+        notes.append(
+            "input and output embeddings are untied: each gets weights of its own, and what is exported says "
+            "tie_word_embeddings = false"
+        )
     config["tie_word_embeddings"] = tied and not untie
     if family.layer_lists is not None:
         for key, derived in family.layer_lists(config).items():

@@ -18,7 +18,7 @@ from typing import Any, Self
 from pydantic import ValidationError, model_validator
 
 from starlings_job.codecs import stages_most
-from starlings_job.cut import cut_problem
+from starlings_job.cut import cut_problem, stage_count
 from starlings_job.description import ModelDescription
 from starlings_job.errors import JobFileError
 from starlings_job.exchange_rules import ExchangeRules, RuleError
@@ -149,8 +149,10 @@ class JobSpec(Section):
 
     @property
     def unties(self) -> bool:
-        """Whether tied embeddings get weights of their own: in `async` no step joins both ends of the pipeline."""
-        return self.model.untie or self.train.streams
+        """Whether tied embeddings get weights of their own: in `async` no step joins both ends of a pipeline. Where
+        each worker holds the whole model, both ends are one stage's.
+        """
+        return self.model.untie or (self.train.streams and stage_count(self.pipeline.stages) != 1)
 
     @cached_property
     def pair_rules(self) -> ExchangeRules | None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
 
 from starlings import template
 from starlings_job.spec import JobSpec, load_job, parse_job
@@ -24,8 +28,16 @@ def test_the_file_loads(tmp_path: object) -> None:
     assert job.steps_total > 100
 
 
-def test_uncommenting_every_default_changes_nothing() -> None:
-    text = template.render()
+def test_jobs_span_the_internet_unless_they_are_for_a_lan() -> None:
+    job = parse_job(template.render())
+    assert (job.train.schedule, job.exchange.preset) == ("async", "pairs")
+    job = parse_job(template.render(template.CHOSEN_FOR_LAN))
+    assert (job.train.schedule, job.exchange.preset) == ("sync", "allreduce")
+
+
+@pytest.mark.parametrize("chosen", [template.CHOSEN, template.CHOSEN_FOR_LAN], ids=["internet", "lan"])
+def test_uncommenting_every_default_changes_nothing(chosen: Mapping[str, Mapping[str, Any]]) -> None:
+    text = template.render(chosen)
     lines = []
     for line in text.splitlines():
         match = re.fullmatch(r"# ([a-z0-9_]+) = (.+)", line)

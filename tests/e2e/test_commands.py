@@ -44,6 +44,9 @@ def test_init_writes_once_and_says_what_next(tmp_path: Path) -> None:
     forced = starlings("init", "--force", "--name", "other", "--json", cwd=tmp_path)
     assert forced.records == [{"path": "job.toml", "job": "other"}]
     assert 'name = "other"' in (tmp_path / "job.toml").read_text()
+    assert '\nschedule = "async"' in (tmp_path / "job.toml").read_text()
+    assert starlings("init", "lan.toml", "--links", "lan", cwd=tmp_path).code == 0
+    assert '\nschedule = "sync"' in (tmp_path / "lan.toml").read_text()
 
 
 def test_prepare_reports_progress_and_facts_as_json_lines(tmp_path: Path) -> None:

@@ -48,6 +48,20 @@ def test_pairs_are_what_async_does_with_the_defaults_of_the_preset() -> None:
     assert parse_job(MINIMAL + PAIRS + "seed = 1").digest() != job.digest()
 
 
+@pytest.mark.parametrize(
+    ("extra", "unties"),
+    [
+        ("", False),
+        ('[train]\nschedule = "async"', True),
+        ('[train]\nschedule = "async"\n[pipeline]\nstages = 2', True),
+        ('[train]\nschedule = "async"\n[pipeline]\nstages = 1', False),
+        ('[train]\nschedule = "async"\n[pipeline]\nstages = [8]', False),
+    ],
+)
+def test_async_unties_embeddings_unless_every_worker_holds_both_ends(extra: str, unties: bool) -> None:
+    assert parse_job(MINIMAL + extra + "\n").unties is unties
+
+
 @pytest.mark.parametrize("preset", BY_SLOTS)
 def test_presets_by_slots_have_their_papers_numbers_when_nothing_else_is_said(preset: Preset) -> None:
     job = parse_job(MINIMAL + PAIRS + f'preset = "{preset}"\n')

@@ -402,7 +402,7 @@ class ScriptedSwarm:
 
     def groups(self, weights: Mapping[str, Mapping[WorkerId, float]]) -> dict[str, ExchangeGroup]:
         names = {f"stage:{s}": self.holders(s) for s in range(len(self.stages))}
-        if self.profile.tied_count:
+        if self.profile.tied_count and len(self.stages) > 1:
             ends = {e.id: e for e in (*self.holders(0), *self.holders(len(self.stages) - 1))}
             names["tied"] = [ends[i] for i in sorted(ends)]
         return {

@@ -158,6 +158,40 @@ def test_a_holder_of_both_ends_adds_the_tied_gradients():
     torch.testing.assert_close(tied.gradient_view(tied.slots[0]), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_where_one_stage_is_the_whole_model_its_tied_embedding_steps_with_it():
+    """As in `async`, where stages step by themselves: both copies are the same memory, with both ends' gradients."""
+    description = _describe("gpt2", tie_word_embeddings=True)
+    held = HeldSpan(
+        description, (Stage(0, 4),), Span(0, 0), lambda a, b: build_stage(description, a, b), AdamW(), CPU
+    )
+    state = dict(initial_state(description, seed=1))
+    for block in held.blocks:
+        held.load_block(block, {f"param:{name}": raw_tensor(t) for name, t in state[block].items()}, 0)
+    assert set(held.vectors) == {"stage:0"}
+    runner = Runner(held, loss_sum, recompute=False, bf16=False)
+    whole = _whole(description)
+    total, _ = loss_sum(whole(_batch().inputs), _batch())
+    total.backward()
+    _pipeline([(held, runner)], _batch(), 1.0)
+    tensors = whole.block_tensors()
+    expected = tensors["embed"]["wte.weight"].grad + tensors["head"]["lm_head.weight"].grad
+    vector = held.vectors["stage:0"]
+    (slot,) = (slot for slot in vector.slots if slot.name == "wte.weight")
+    assert not any(slot.name == "lm_head.weight" for slot in vector.slots)
+    torch.testing.assert_close(vector.gradient_view(slot), expected, rtol=1e-5, atol=1e-5)
+    held.step_stage(0, 1, 1e-2, 1.0)
+    held.version = 1
+    both = [held.block_state(block)["param:" + name] for block, name in description.tied_parameters()]
+    assert bytes(both[0].data) == bytes(both[1].data) != bytes(raw_tensor(state["embed"]["wte.weight"]).data)
+    again = HeldSpan(
+        description, (Stage(0, 4),), Span(0, 0), lambda a, b: build_stage(description, a, b), AdamW(), CPU
+    )
+    for block in held.blocks:
+        again.load_block(block, held.block_state(block), 1)
+    assert again.vectors["stage:0"].parameters.equal(vector.parameters)
+    assert again.vectors["stage:0"].state["exp_avg"].equal(vector.state["exp_avg"])
+
+
 def test_state_goes_out_and_comes_back_bit_for_bit():
     description = _describe("gpt2", tie_word_embeddings=True)
     held = _hold(description, Span(0, 2))

@@ -2,7 +2,8 @@
 
 A stage's vector has its trainable parameters in (block order, name) order. A parameter that the first and the
 last stage share (tied embeddings) is in neither's vector but in one of its own, the group "tied"; a worker
-that holds both ends has it once, so that autograd adds both ends' gradients by itself. Frozen parameters and
+that holds both ends has it once, so that autograd adds both ends' gradients by itself. Where one stage is the whole
+model, it is in that stage's vector. Frozen parameters and
 buffers are held, but are in no vector.
 """
 
@@ -83,7 +84,9 @@ class HeldSpan:
         # Tensors in no vector: frozen parameters and buffers.
         self._frozen: dict[tuple[str, str], Tensor] = {}
         self._trained: dict[tuple[str, str], _Trained] = {}
-        tied = description.tied_parameters() or ()
+        tied: tuple[tuple[str, str], ...] = description.tied_parameters() or ()
+        # Where one stage has both ends, the second copy is another name of the first.
+        joined = bool(tied) and len(stages) == 1
         tied_here: list[tuple[str, str]] = []
         for stage in span.stages:
             blocks = stages[stage].blocks
@@ -93,13 +96,15 @@ class HeldSpan:
             for block, name, tensor in _ordered(module, description.blocks):
                 if not isinstance(tensor, nn.Parameter) or not description.is_trainable(block, name):
                     continue
-                if (block, name) in tied:
+                if (block, name) in tied and not joined:
                     tied_here.append((block, name))
-                else:
+                elif not (joined and (block, name) == tied[-1]):
                     entries.append(Entry(block, name, tuple(tensor.shape), description.is_hidden(block)))
             self._bind(FlatVector(stage_group(stage), entries, optimizer.keeps, device))
         if tied_here:
             self._bind_tied(tied_here)
+        if joined and tied[0] in self._trained:
+            self._trained[tied[-1]] = self._trained[tied[0]]
         for stage, module in self.modules.items():
             self._rebind(stage, module)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import sys
 from collections.abc import Mapping
@@ -25,10 +26,22 @@ def register(app: typer.Typer) -> None:
     app.command()(export)
 
 
+class Links(enum.StrEnum):
+    INTERNET = "internet"
+    LAN = "lan"
+
+
 @guarded
 def init(
     path: Annotated[Path, typer.Argument(help="Where to write.", metavar="[FILE]")] = Path("job.toml"),
     name: Annotated[str, typer.Option(help="The job's name.")] = "first-flight",
+    links: Annotated[
+        Links,
+        typer.Option(
+            help="What lies between the machines. internet: nobody waits, replicas meet in pairs now and then (async). "
+            "lan: they exchange at every step, which is then exactly that of one big machine (sync).",
+        ),
+    ] = Links.INTERNET,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     json_output: JsonOption = False,
 ) -> None:
@@ -38,7 +51,8 @@ def init(
     """
     if path.is_dir():
         path = path / "job.toml"
-    chosen = {section: dict(keys) for section, keys in template.CHOSEN.items()}
+    start = template.CHOSEN if links is Links.INTERNET else template.CHOSEN_FOR_LAN
+    chosen = {section: dict(keys) for section, keys in start.items()}
     chosen["job"]["name"] = name
     text = template.render(chosen, file=path.name)
     try:
@@ -71,6 +85,8 @@ def prepare(
     if json_output:
         emit({"event": "prepared", "directory": str(where), **facts})
     else:
+        for note in facts.get("notes", ()):
+            say(f"Note: {note}.")
         say(f"Prepared {where}. Next: starlings coordinator {job_file}")
 
 

@@ -177,7 +177,7 @@ class Schedule(ABC):
         """Members of every exchange group, sorted."""
         core, state = self._core, self._core.state
         groups = {f"stage:{stage}": core.holders_of(stage) for stage in range(len(state.stages))}
-        if core.config.profile.tied_count:
+        if core.config.profile.tied_count and len(state.stages) > 1:
             ends = set(core.holders_of(0)) | set(core.holders_of(len(state.stages) - 1))
             groups[TIED] = tuple(sorted(ends))
         return groups
