@@ -192,7 +192,7 @@ def test_microbatch_follows_batch_when_left_out() -> None:
         ),
         (
             '[exchange]\npreset = "gossip"',
-            "'gossip' is not there yet (it comes in a later version); write \"allreduce\"",
+            'preset = "gossip" needs schedule = "async"; write that, or with schedule = "sync" one of allreduce',
         ),
         (
             "[exchange]\nswaps = 3",
