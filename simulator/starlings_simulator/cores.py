@@ -133,7 +133,8 @@ def simulation_of(
             lambda step: learning_rate(job.train, step, job.steps_total),
             job.train.clip,
             scenario.single_class,
-            tied=scenario.tied,
+            # Where one stage is the model there is no vector that joins two ends.
+            tied=scenario.tied and scenario.stages > 1,
         )
     return Simulation(scenario, CORES[core], plan=plan, reference=reference)
 

@@ -88,4 +88,3 @@ def test_advice_is_readable() -> None:
     text = said.file.getvalue()  # type: ignore[attr-defined]
     assert "Advice: pairs" in text
     assert "> pairs" in text
-    assert "not there yet" in text

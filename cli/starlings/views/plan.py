@@ -239,7 +239,6 @@ def render_advice(answer: Mapping[str, Any]) -> RenderableType:
     )
     for row in answer["presets"]:
         notes = [f"fits from every = {row['every_that_fits']} on"] if "every_that_fits" in row else []
-        notes += [] if row["available"] else ["not there yet"]
         table.add_row(
             ("> " if row["preset"] == answer["recommended"] else "  ") + row["preset"],
             str(row["every"]),

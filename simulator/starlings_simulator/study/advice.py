@@ -19,7 +19,6 @@ import numpy as np
 from starlings_coordinator.planner.fleet import Fleet
 from starlings_coordinator.planner.linear.planning import LinkPlan
 from starlings_job.exchange_rules import PRESETS, SCHEDULE, ExchangeRules, Phase, Preset, rules_for
-from starlings_job.exchange_section import AVAILABLE
 from starlings_job.exchange_traffic import round_bytes
 from starlings_protos.messages import WorkerId
 from starlings_simulator.study.setting import Setting
@@ -108,7 +107,6 @@ def preset_row(
     row: dict[str, Any] = {
         "preset": rules.preset,
         "schedule": "sync" if SCHEDULE[rules.preset] == "sync" else "async",
-        "available": rules.preset in AVAILABLE,
         "every": rules.main.inner_steps,
         "codec": rules.codec,
         "barrier": barrier,
@@ -199,8 +197,7 @@ def _recommended(there: list[Replica], rows: Mapping[str, dict[str, Any]]) -> tu
             f"an exchange every step costs {exact['share']:.1%} of the time, and is what one machine would compute: "
             'write schedule = "sync"',
         )
-    beside = [row for row in rows.values() if row["available"] and not row["barrier"]]
-    pairs = rows["pairs"] if rows["pairs"]["available"] else min(beside, key=lambda row: row["share"])
+    pairs = rows["pairs"]
     why = f"allreduce would lose {exact['share']:.0%} of the time at its barrier (link of {exact['binding_site']})"
     if pairs["fits"]:
         return (
