@@ -65,6 +65,7 @@ COMMENTS: Mapping[str, str] = {
     "train.inner_batch": "async: microbatches per step of a replica; 0 = as many as make a batch.",
     "train.max_staleness": "async: older gradients (in own steps) are passed upstream and not added.",
     "train.correction": 'async: "none"; "predict": weights ahead by the measured delay; "nadam" with that optimizer.',
+    "train.evaluations": "async: how often held-out text is evaluated while training goes on; 0 = at the end only.",
     "train.optimizer": '"adamw", "nadam", "sgd", "muon" (AdamW where there is no hidden matrix) or "adamw8bit".',
     "train.lr": "The highest learning rate.",
     "train.lr_end": "The rate at the end, as a fraction of lr.",

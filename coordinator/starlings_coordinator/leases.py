@@ -45,7 +45,7 @@ def filled_lease(lease: Lease, records: Records) -> Lease:
     match lease.key.kind:
         case LeaseKind.TRAIN:
             data = records.read(lease.samples)
-        case LeaseKind.EVALUATE:
+        case LeaseKind.EVALUATE | LeaseKind.EVALUATE_AVERAGE:
             data = records.read_held_out(lease.samples)
         case LeaseKind.GENERATE:
             data = pack_tokens(generation_context(lease.samples, records), records.meta.token_bytes)

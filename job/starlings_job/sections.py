@@ -139,6 +139,9 @@ class TrainSection(Section):
     # "predict": forward passes with the weights that are expected when the microbatch comes back, as many steps later
     # as was measured (Chen et al. 2018, "SpecTrain", section 4; for Adam Guan et al. 2019, "XPipe", section 3).
     correction: Literal["none", "predict", "nadam"] = "none"
+    # `async`: how often a part of the held-out text is evaluated on the way, evenly over the job, beside training: with
+    # the weights of one live replica, and with those of the last average where replicas meet. 0: only at the end.
+    evaluations: Whole = Field(default=0, ge=0, le=10_000)
     # What each keeps of a parameter: `optimizers.py`.
     optimizer: OptimizerName = "adamw"
     lr: Real = Field(default=1e-3, gt=0, le=1e3)
@@ -205,7 +208,7 @@ class TrainSection(Section):
     def _belongs_to_schedule(self) -> Self:
         if not self.streams:
             fields = type(self).model_fields
-            for key in ("inner_batch", "max_staleness", "correction"):
+            for key in ("inner_batch", "max_staleness", "correction", "evaluations"):
                 if getattr(self, key) != fields[key].default:
                     raise ValueError(
                         f'{key} = {getattr(self, key)!r} is for schedule = "async", and means nothing to "sync": '

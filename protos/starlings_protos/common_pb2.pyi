@@ -115,6 +115,8 @@ class _LeaseKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeaseKind.V
     """Forward only on held-out samples; the last stage reports loss sums."""
     LEASE_KIND_GENERATE: _LeaseKind.ValueType  # 3
     """Forward only; the last stage reports the most likely next token."""
+    LEASE_KIND_EVALUATE_AVERAGE: _LeaseKind.ValueType  # 4
+    """As EVALUATE, and each stage computes with the weights of its last average where replicas exchange in pairs."""
 
 class LeaseKind(_LeaseKind, metaclass=_LeaseKindEnumTypeWrapper):
     """What a lease is for. Only TRAIN has a backward pass and touches weights."""
@@ -125,6 +127,8 @@ LEASE_KIND_EVALUATE: LeaseKind.ValueType  # 2
 """Forward only on held-out samples; the last stage reports loss sums."""
 LEASE_KIND_GENERATE: LeaseKind.ValueType  # 3
 """Forward only; the last stage reports the most likely next token."""
+LEASE_KIND_EVALUATE_AVERAGE: LeaseKind.ValueType  # 4
+"""As EVALUATE, and each stage computes with the weights of its last average where replicas exchange in pairs."""
 Global___LeaseKind: _TypeAlias = LeaseKind  # noqa: Y015
 
 @_typing.final
@@ -190,7 +194,7 @@ class MicrobatchKey(_message.Message):
     kind: Global___LeaseKind.ValueType
     step: _builtins.int
     """Optimizer step for TRAIN (the first is 0), in an `async` job the epoch of the data; evaluation or generation pass
-    number otherwise.
+    number otherwise; while others train, 2^40 + the job's step.
     """
     attempt: _builtins.int
     """Rises when the step begins anew because gradient was lost. 0 for the first try. In an `async` job the number of the

@@ -2563,6 +2563,7 @@ class StatusReply(_message.Message):
     SAMPLES_REPEATED_FIELD_NUMBER: _builtins.int
     SAMPLES_UNMERGED_FIELD_NUMBER: _builtins.int
     EXCHANGES_FIELD_NUMBER: _builtins.int
+    EVALUATIONS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """The job's name."""
     phase: _builtins.str
@@ -2636,6 +2637,10 @@ class StatusReply(_message.Message):
     def exchanges(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageExchanges]:
         """One per stage, where replicas exchange in pairs."""
 
+    @_builtins.property
+    def evaluations(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveEvaluation]:
+        """`async`: evaluations while training went on, oldest first."""
+
     def __init__(
         self,
         *,
@@ -2670,14 +2675,61 @@ class StatusReply(_message.Message):
         samples_repeated: _builtins.int = ...,
         samples_unmerged: _builtins.int = ...,
         exchanges: _abc.Iterable[Global___StageExchanges] | None = ...,
+        evaluations: _abc.Iterable[Global___LiveEvaluation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus", "checkpoint", b"checkpoint", "checkpoint_trouble", b"checkpoint_trouble", "dropped_messages", b"dropped_messages", "elapsed_s", b"elapsed_s", "events", b"events", "exchanges", b"exchanges", "failure", b"failure", "has_validation_loss", b"has_validation_loss", "job", b"job", "loss", b"loss", "loss_curve", b"loss_curve", "phase", b"phase", "plan_version", b"plan_version", "sample_text", b"sample_text", "samples_leased", b"samples_leased", "samples_lost", b"samples_lost", "samples_repeated", b"samples_repeated", "samples_trained", b"samples_trained", "samples_unmerged", b"samples_unmerged", "stages", b"stages", "step", b"step", "step_microbatches", b"step_microbatches", "step_microbatches_done", b"step_microbatches_done", "steps_total", b"steps_total", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "validation_loss", b"validation_loss", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus", "checkpoint", b"checkpoint", "checkpoint_trouble", b"checkpoint_trouble", "dropped_messages", b"dropped_messages", "elapsed_s", b"elapsed_s", "evaluations", b"evaluations", "events", b"events", "exchanges", b"exchanges", "failure", b"failure", "has_validation_loss", b"has_validation_loss", "job", b"job", "loss", b"loss", "loss_curve", b"loss_curve", "phase", b"phase", "plan_version", b"plan_version", "sample_text", b"sample_text", "samples_leased", b"samples_leased", "samples_lost", b"samples_lost", "samples_repeated", b"samples_repeated", "samples_trained", b"samples_trained", "samples_unmerged", b"samples_unmerged", "stages", b"stages", "step", b"step", "step_microbatches", b"step_microbatches", "step_microbatches_done", b"step_microbatches_done", "steps_total", b"steps_total", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "validation_loss", b"validation_loss", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class LiveEvaluation(_message.Message):
+    """Losses on a part of the held-out samples, the same ones each time, in nats per target."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    AVERAGE_LOSS_FIELD_NUMBER: _builtins.int
+    HAS_AVERAGE_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    AT_S_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Of the job when it began."""
+    tokens: _builtins.int
+    """Trained until then."""
+    loss: _builtins.float
+    """Of one live replica, or one of each stage."""
+    average_loss: _builtins.float
+    """Of the weights that replicas had at their last average with partners."""
+    has_average: _builtins.bool
+    """False: replicas had not met, or do not meet on the way."""
+    worker_id: _builtins.str
+    """Who led it, with its own stages."""
+    at_s: _builtins.float
+    """Seconds since the job began to train."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        loss: _builtins.float = ...,
+        average_loss: _builtins.float = ...,
+        has_average: _builtins.bool = ...,
+        worker_id: _builtins.str = ...,
+        at_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "average_loss", b"average_loss", "has_average", b"has_average", "loss", b"loss", "step", b"step", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LiveEvaluation: _TypeAlias = LiveEvaluation  # noqa: Y015
 
 @_typing.final
 class StageExchanges(_message.Message):

@@ -26,6 +26,17 @@ class LossPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class LiveEvaluation:
+    step: int
+    tokens: int
+    loss: float
+    average_loss: float
+    has_average: bool
+    worker_id: WorkerId
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStatus:
     worker_id: WorkerId
     device: str
@@ -111,6 +122,7 @@ class StatusReply:
     samples_repeated: int = 0
     samples_unmerged: int = 0
     exchanges: tuple[StageExchanges, ...] = ()
+    evaluations: tuple[LiveEvaluation, ...] = ()
     # The shell decodes it from the generated tokens: the pure core leaves it empty.
     sample_text: str = ""
     # The shell's as well.

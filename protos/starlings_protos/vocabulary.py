@@ -36,6 +36,7 @@ class LeaseKind(enum.IntEnum):
     TRAIN = 1
     EVALUATE = 2
     GENERATE = 3
+    EVALUATE_AVERAGE = 4
 
 
 class ExchangePurpose(enum.IntEnum):

@@ -66,6 +66,21 @@ def test_what_is_trained_twice_or_lost_is_said(reply: control_pb2.StatusReply) -
     assert "0 more than once, at most; 0 gone with" in drawn(status.status_panel(reply, [], []))
 
 
+def test_the_newest_evaluation_on_the_way_is_shown(reply: control_pb2.StatusReply) -> None:
+    assert "held-out" not in drawn(status.status_panel(reply, [], []))
+    reply.evaluations.add(step=10, loss=5.5)
+    reply.evaluations.add(step=40, loss=3.25, average_loss=3.125, has_average=True)
+    text = drawn(status.status_panel(reply, [], []))
+    assert (
+        "held-out 3.250 with one replica's weights at step 40, 3.125 with those of the last average" in text
+    )
+    reply.evaluations[-1].has_average = False
+    assert "average" not in drawn(streaming.evaluation_line(reply) or "")
+    # What was evaluated at the end counts from then on.
+    reply.has_validation_loss = True
+    assert "held-out" not in drawn(status.status_panel(reply, [], []))
+
+
 def test_a_line_of_a_log_has_the_mean_age(reply: control_pb2.StatusReply) -> None:
     assert status.status_line(reply).endswith(" staleness 1.4 (7 skipped)")
     reply.workers[1].gradients_stale = 0

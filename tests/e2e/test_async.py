@@ -13,7 +13,9 @@ TRAIN = {"schedule": "async", "batch": BATCH, "microbatch": 2, "lr": 3e-3}
 
 
 def test_one_worker_trains_to_its_tokens(tmp_path: Path) -> None:
-    job = prepared_job(tmp_path, job_text(STEPS * BATCH * LENGTH, train=TRAIN, swarm={"settle_s": 0.1}))
+    job = prepared_job(
+        tmp_path, job_text(STEPS * BATCH * LENGTH, train={**TRAIN, "evaluations": 4}, swarm={"settle_s": 0.1})
+    )
     with LiveSwarm.of(job, tmp_path) as swarm:
         swarm.join()
         done = swarm.finish(180)
@@ -24,6 +26,29 @@ def test_one_worker_trains_to_its_tokens(tmp_path: Path) -> None:
     assert done.has_validation_loss
     assert done.validation_loss < 3.0
     assert done.checkpoint.endswith(f"{done.step:08d}")
+    # On the way, too; nobody had anything to average with.
+    assert done.evaluations
+    assert not any(evaluation.has_average for evaluation in done.evaluations)
+    assert all(1.0 < evaluation.loss < 6.0 for evaluation in done.evaluations)
+
+
+@pytest.mark.slow
+def test_replicas_that_meet_are_evaluated_alone_and_averaged_on_the_way(tmp_path: Path) -> None:
+    sections = {
+        "train": {**TRAIN, "evaluations": 12},
+        "exchange": {"warmup_every": 1, "warmup_fraction": 0.9},
+        "swarm": {"min_workers": 2, "settle_s": 0.3},
+    }
+    job = prepared_job(tmp_path, job_text(60 * BATCH * LENGTH, **sections))
+    with LiveSwarm.of(job, tmp_path) as swarm:
+        for _ in range(2):
+            swarm.join()
+        done = swarm.finish(400)
+    met = [evaluation for evaluation in done.evaluations if evaluation.has_average]
+    assert met, done.evaluations
+    # Replicas met seconds ago, and their average is no worse than one of them by much.
+    assert all(0.5 < e.average_loss < e.loss + 0.5 for e in met)
+    assert any(e.average_loss != e.loss for e in met)
 
 
 @pytest.mark.slow

@@ -8,9 +8,11 @@ from starlings_job.exchange_rules import rules_for
 from starlings_job.sections import TrainSection
 from starlings_protos.messages import (
     Hop,
+    LeaseKind,
     LeaseRequest,
     MicrobatchDone,
     MicrobatchFailed,
+    MicrobatchKey,
     Receipt,
     Refusal,
     StateReport,
@@ -83,6 +85,30 @@ def test_a_stage_steps_when_its_microbatches_are_added_and_before_anything_else(
     assert stream.steps == {0: 1, 1: 1}
     assert stream.added == {0: 0, 1: 0}
     assert isinstance(driver.core.device.running, ComputeForward)
+
+
+def test_what_is_evaluated_does_not_wait_behind_a_stock_of_leases() -> None:
+    driver = lone()
+    driver.grant(*(train_key(index, step=3, attempt=7) for index in range(40)))
+    stock = len(driver.core.table.leases)
+    assert stock > 20
+    looked = [MicrobatchKey(kind, 1 << 40, 0, 0) for kind in (LeaseKind.EVALUATE, LeaseKind.EVALUATE_AVERAGE)]
+    driver.grant(*looked)
+    order: list[MicrobatchKey] = []
+    while driver.core.device.running is not None:
+        effect = driver.compute()
+        if not isinstance(effect, ComputeForward):
+            continue
+        order.append(effect.key)
+        # A graph whose loss is known is gone through first, so that other weights may be looked at.
+        if effect.key.kind is LeaseKind.TRAIN:
+            assert isinstance(driver.core.device.running, ComputeBackward)
+    assert max(map(order.index, looked)) < 20
+    # Training goes on, and nothing of it was lost.
+    assert len(order) == 42
+    stream = driver.core.stream
+    assert stream is not None
+    assert stream.steps == {0: 20, 1: 20}
 
 
 def test_one_worker_with_all_stages_clips_by_the_joint_norm_and_others_by_their_share() -> None:

@@ -125,6 +125,33 @@ def test_the_weighted_mean_is_kept_whatever_the_codec_drops(codec: str) -> None:
     assert outcomes[0].distance > 0
 
 
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_for_a_while_both_sides_have_their_average_whatever_they_trained_since(fragments: int) -> None:
+    pair = Pair(seed=3, fragments=fragments)
+    pair.train()
+    for fragment in range(fragments):
+        pair.step(fragment, fragment)
+        pair.send(pair.key(fragment, fragment))
+        pair.commit(pair.key(fragment, fragment))
+    average = pair.weights()
+    assert np.allclose(average[0], average[1], atol=1e-6)
+    pair.train()
+    trained = pair.weights()
+    for device in pair.devices:
+        # Of stages that it does not hold: nothing.
+        with device.averages([0]):
+            assert np.array_equal(pair.weights(), trained)
+    with pair.devices[0].averages([2, 3]), pair.devices[1].averages([3]):
+        assert np.array_equal(pair.weights(), average)
+    assert np.array_equal(pair.weights(), trained)
+    with pytest.raises(RuntimeError, match="out of memory"), pair.devices[0].averages([3]):
+        raise RuntimeError("out of memory")
+    assert np.array_equal(pair.weights(), trained)
+    # Displacements are measured from it, as before.
+    with pair.devices[1].averages([3]):
+        assert np.array_equal(pair.weights()[1], average[1])
+
+
 def test_fragments_take_turns_and_the_rest_stays_as_it_is() -> None:
     pair = Pair(fragments=3)
     bounds = np.cumsum([0, *(pair.devices[0].elements(3, fragment) for fragment in range(3))])

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import assert_never
 
@@ -338,15 +339,19 @@ class Computer:
         else:
             assert batch is not None
             value = batch.inputs
-        return self._runner.forward(
-            effect.first_stage,
-            effect.last_stage,
-            value,
-            batch=batch,
-            loss_denominator=effect.loss_denominator,
-            train=effect.key.kind is LeaseKind.TRAIN,
-            next_token=generate,
-        )
+        averaged: AbstractContextManager[None] = nullcontext()
+        if effect.key.kind is LeaseKind.EVALUATE_AVERAGE and self.pairs is not None:
+            averaged = self.pairs.averages(range(effect.first_stage, effect.last_stage + 1))
+        with averaged:
+            return self._runner.forward(
+                effect.first_stage,
+                effect.last_stage,
+                value,
+                batch=batch,
+                loss_denominator=effect.loss_denominator,
+                train=effect.key.kind is LeaseKind.TRAIN,
+                next_token=generate,
+            )
 
     def _backward(self, effect: ComputeBackward) -> Event:
         begin = time.monotonic()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -18,6 +19,7 @@ from starlings_compression.codec import Buffer, Codec, make_codec
 from starlings_compression.errors import CodecError
 from starlings_job.exchange_rules import ExchangeRules, Phase
 from starlings_worker import wire
+from starlings_worker.chunks import chunks
 from starlings_worker.core.pairing.work import (
     CommitPair,
     EncodePair,
@@ -182,6 +184,28 @@ class PairDevice:
             self._forgotten.popitem(last=False)
 
     # ---------------------------------------------------------------- work
+
+    @contextmanager
+    def averages(self, stages: Iterable[int]) -> Iterator[None]:
+        """Within it the stages compute with their phi: what they had at their last averages, or outer steps.
+
+        No graph may point to the weights meanwhile.
+        """
+        places = [place for place in self._states if place[0] in set(stages)]
+        self._swap(places)
+        try:
+            yield
+        finally:
+            self._swap(places)
+
+    @torch.no_grad()
+    def _swap(self, places: Iterable[tuple[int, int]]) -> None:
+        for place in places:
+            theta, phi = self._theta(*place), self._states[place].phi
+            for here in chunks(theta):
+                kept = theta[here].clone()
+                theta[here].copy_(phi[here])
+                phi[here].copy_(kept)
 
     @torch.no_grad()
     def execute(self, effect: PairDeviceEffect) -> PairDeviceOutcome:

@@ -15,7 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from starlings.views.figures import count, duration, size, sparkline
-from starlings.views.streaming import age_text, age_words, met_text, samples_line, steps_text, streams
+from starlings.views.streaming import (
+    age_text,
+    age_words,
+    evaluation_line,
+    met_text,
+    samples_line,
+    steps_text,
+    streams,
+)
 from starlings_protos import control_pb2
 from starlings_protos.errors import clean_text
 
@@ -172,6 +180,8 @@ def header(
         )
     if streams(reply):
         lines.append(samples_line(reply))
+    if (evaluated := evaluation_line(reply)) is not None:
+        lines.append(evaluated)
     if reply.waiting_for:
         lines.append(Text(reply.waiting_for, style="yellow"))
     if reply.checkpoint_trouble:

@@ -69,6 +69,22 @@ def samples_line(reply: control_pb2.StatusReply) -> Text:
     return text
 
 
+def evaluation_line(reply: control_pb2.StatusReply) -> Text | None:
+    """The newest evaluation on the way; None before the first, and when the job's last one is there."""
+    if not reply.evaluations or reply.has_validation_loss:
+        return None
+    newest = reply.evaluations[-1]
+    text = Text.assemble(
+        ("held-out ", "dim"),
+        (f"{newest.loss:.3f}", "bold"),
+        (f" with one replica's weights at step {newest.step}", "dim"),
+    )
+    if newest.has_average:
+        text.append(f", {newest.average_loss:.3f}", style="bold")
+        text.append(" with those of the last average", style="dim")
+    return text
+
+
 def age_words(reply: control_pb2.StatusReply) -> str:
     """For one line of a log: the mean age of gradients over the workers that have one, and what was skipped."""
     ages = [worker.staleness for worker in reply.workers if worker.inner_steps]

@@ -219,6 +219,18 @@ LeasedRange = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class LiveEvaluated:
+    """`async`: held-out losses at `step`, of live weights and, where replicas meet, of the last averages."""
+
+    step: int
+    loss: float
+    average_loss: float | None
+    worker_id: WorkerId
+    at_s: float
+    kind: Literal["live_evaluated"] = "live_evaluated"
+
+
+@dataclass(frozen=True, slots=True)
 class SampleEpochOpened:
     """From here on the positions 0 to `samples` - 1 of this epoch are there to be leased. `shards`: into how many parts
     its order is cut where data are unequal, else 0.
@@ -287,6 +299,7 @@ Record = (
     | CheckpointRecorded
     | StopRecorded
     | EvaluationRecorded
+    | LiveEvaluated
     | TextRecorded
     | JobFinished
     | SampleEpochOpened

@@ -16,6 +16,7 @@ from starlings_coordinator.core.records import (
     JobFinished,
     LeaseBlockGranted,
     LeaseBlockReturned,
+    LiveEvaluated,
     PlanAdopted,
     PlanDropped,
     PlanLoaded,
@@ -37,11 +38,13 @@ from starlings_coordinator.core.records import (
     WorkerMeasured,
 )
 from starlings_protos.messages import Hello, PlannedWorker, ProbeReport, Span, Stage, WorkerId
-from starlings_protos.status import LossPoint
+from starlings_protos.status import LiveEvaluation, LossPoint
 
 SNAPSHOT_LIMIT_BYTES = 256 << 20
 # Points of the loss curve beyond this are thinned to every second one, so that a long job's snapshot stays small.
 LOSS_POINTS_LIMIT = 4096
+# Evaluations on the way; the oldest are forgotten.
+LIVE_EVALUATIONS_LIMIT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,8 @@ class Durable:
     checkpoints: dict[int, str] = field(default_factory=dict)
     stop_reason: str = ""
     validation_loss: float | None = None
+    # `async`: on the way.
+    live_evaluations: list[LiveEvaluation] = field(default_factory=list)
     validation_version: int = -1
     text_version: int = -1
     text_prompt_sample: int = 0
@@ -203,6 +208,18 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
             state.stop_reason = record.reason
         case EvaluationRecorded():
             state.validation_loss, state.validation_version = record.loss, record.version
+        case LiveEvaluated():
+            average = record.average_loss
+            evaluation = LiveEvaluation(
+                record.step,
+                record.step * batch * tokens_per_sample,
+                record.loss,
+                average or 0.0,
+                average is not None,
+                record.worker_id,
+                record.at_s,
+            )
+            state.live_evaluations = [*state.live_evaluations, evaluation][-LIVE_EVALUATIONS_LIMIT:]
         case TextRecorded():
             state.text_version, state.text_tokens = record.version, record.tokens
             state.text_prompt_sample = record.prompt_sample
@@ -242,6 +259,7 @@ def _move_to(state: Durable, step: int, batch: int, tokens_per_sample: int) -> N
     """
     _count_from(state, step, batch, tokens_per_sample)
     state.loss_curve = [point for point in state.loss_curve if point.step < step]
+    state.live_evaluations = [e for e in state.live_evaluations if e.step <= step]
     state.checkpoints = {version: path for version, path in state.checkpoints.items() if version <= step}
 
 

@@ -112,4 +112,5 @@ def status(core: Core, now_s: float) -> StatusReply:
         samples_repeated=state.samples_repeated,
         samples_unmerged=state.samples_unmerged,
         exchanges=core.schedule.exchanges_shown,
+        evaluations=tuple(state.live_evaluations),
     )

@@ -39,6 +39,8 @@ from starlings_worker.core.microbatches import Held, Phase
 # Leases that may wait for a slot; each is a few kilobytes of tokens. The coordinator grants no more than was
 # wished for.
 LEASES_AT_MOST = 1024
+# Beside them, of those that are evaluated or generated.
+FORWARD_AT_MOST = 64
 
 Epoch = tuple[int, int]
 
@@ -251,7 +253,9 @@ class MicrobatchTable:
             self._counters["duplicate_leases"] += 1
             return True
         over = key.kind is LeaseKind.TRAIN and (self.is_over(key) or bool(self.taken_route(key)))
-        if over or self.place is None or 0 not in self.place.span or len(self.leases) >= LEASES_AT_MOST:
+        ahead = key.kind is not LeaseKind.TRAIN
+        full = len(self.leases) >= LEASES_AT_MOST + (FORWARD_AT_MOST if ahead else 0)
+        if over or self.place is None or 0 not in self.place.span or full:
             self._counters["leases_dropped"] += 1
             if key not in self.doomed:
                 self._forget(ForgetMicrobatch(key))
@@ -260,7 +264,11 @@ class MicrobatchTable:
             if key not in self.doomed:
                 self._forget(ForgetMicrobatch(key))
             return False
-        self.leases[key] = lease
+        # What is only computed forward does not wait behind minutes of training.
+        if ahead:
+            self.leases = {key: lease, **self.leases}
+        else:
+            self.leases[key] = lease
         return True
 
     def promote(self) -> None:

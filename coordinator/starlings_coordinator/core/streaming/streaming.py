@@ -19,6 +19,7 @@ from starlings_coordinator.core.records import SamplesUnmerged
 from starlings_coordinator.core.schedule import Schedule
 from starlings_coordinator.core.streaming.contributions import Contributions
 from starlings_coordinator.core.streaming.copies import Copies
+from starlings_coordinator.core.streaming.evaluations import Evaluations
 from starlings_coordinator.core.streaming.exchanges import Exchanges
 from starlings_coordinator.core.streaming.leasing import Leasing
 from starlings_coordinator.core.streaming.newcomers import StreamJoining
@@ -26,6 +27,7 @@ from starlings_coordinator.core.streaming.progress import Progress, way_flaw
 from starlings_protos.group_messages import GroupFromMember
 from starlings_protos.messages import (
     ExchangeFailed,
+    LeaseKind,
     LeaseRequest,
     MicrobatchDone,
     MicrobatchFailed,
@@ -58,6 +60,7 @@ class Streaming(Schedule):
         self.copies = Copies(
             core, joining, self.contributions, lambda member: not self.leasing.has_leased(member.worker_id)
         )
+        self.evaluations = Evaluations(core, self.exchanges)
         self._recalled = False
         self._moved_at_s = 0.0
         self._looked_at_s = float("-inf")
@@ -80,6 +83,7 @@ class Streaming(Schedule):
         self.contributions.begin(recalled=recalled)
         self.copies.begin()
         self.exchanges.begin(recalled=recalled)
+        self.evaluations.begin()
         core.desk.announce("training", f"training from step {core.state.step}")
         self._end_if_over()
 
@@ -115,6 +119,7 @@ class Streaming(Schedule):
         self.copies.go_on()
         self.exchanges.go_on()
         self.contributions.write_down()
+        self.evaluations.go_on()
         if core.phase is Phase.TRAINING:
             self.progress.tell()
 
@@ -132,6 +137,7 @@ class Streaming(Schedule):
         if not core.training_is_over or named:
             return False
         self.leasing.close()
+        self.evaluations.close()
         self.progress.record(at_once=True)
         core.phase = Phase.FINISHING
         for holder in core.holders:
@@ -173,6 +179,9 @@ class Streaming(Schedule):
     # ------------------------------------------------------------------ what workers say
 
     def microbatch_done(self, member: Member, message: MicrobatchDone) -> None:
+        if message.key.kind is not LeaseKind.TRAIN:
+            self.evaluations.microbatch_done(member, message)
+            return
         core, leasing = self._core, self.leasing
         found = leasing.find(message.key)
         if found is None or member.worker_id not in core.state.spans:
@@ -204,7 +213,10 @@ class Streaming(Schedule):
             leasing.doubt.reported(member.worker_id, positions[1] - positions[0])
 
     def microbatch_failed(self, member: Member, message: MicrobatchFailed) -> None:
-        self._failed(member, message, blame=True)
+        if message.key.kind is LeaseKind.TRAIN:
+            self._failed(member, message, blame=True)
+        else:
+            self.evaluations.microbatch_failed(message)
 
     def _failed(self, member: Member, message: MicrobatchFailed, *, blame: bool) -> None:
         """Whoever has something of it drops it, and its samples are leased again."""
