@@ -99,3 +99,11 @@ def test_what_is_wrong_is_said_with_the_fix(files: tuple[Path, Path]) -> None:
     done = CliRunner().invoke(app, ["simulate", str(job), "--fleet", str(fleet), "--churn", "nowhere.json"])
     assert done.exit_code == 2
     assert "lifetimes" in done.output + (done.stderr or "")
+
+
+def test_a_preset_that_is_not_modelled_is_named_before_anything_is_played(files: tuple[Path, Path]) -> None:
+    job, fleet = files
+    job.write_text(JOB + '[exchange]\npreset = "diloco"\n')
+    done = CliRunner().invoke(app, ["simulate", str(job), "--fleet", str(fleet), "--hours", "0.01"])
+    assert done.exit_code == 2
+    assert "not modelled" in done.output + (done.stderr or "")
