@@ -7,7 +7,6 @@ go into is in `starlings_worker.outer`; formulas and papers are there.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -189,11 +188,8 @@ def check(rules: ExchangeRules, *, force: bool = False) -> None:
             _check_divergence(rules, phase)
 
 
-def check_schedule(preset: Preset, schedule: str, available: Collection[str] = PRESETS) -> None:
+def check_schedule(preset: Preset, schedule: str) -> None:
     """Whether `[train] schedule` can use that preset.
-
-    Args:
-        available: the presets that may be recommended instead.
 
     `sync` takes allreduce; `async` takes all others: also the local steps of diloco and sparseloco, whose rounds have a
     quorum and a deadline, are leased and counted as its are.
@@ -206,7 +202,7 @@ def check_schedule(preset: Preset, schedule: str, available: Collection[str] = P
     needed = _schedule_of(preset)
     if needed == schedule:
         return
-    fitting = ", ".join(name for name in PRESETS if name in available and _schedule_of(name) == schedule)
+    fitting = ", ".join(name for name in PRESETS if _schedule_of(name) == schedule)
     raise RuleError(
         f'preset = "{preset}" needs schedule = "{needed}"; write that, or with schedule = "{schedule}" one of {fitting}'
     )

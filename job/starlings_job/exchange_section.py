@@ -13,7 +13,6 @@ from starlings_compression.policy import Role
 from starlings_compression.spec import parse_spec
 from starlings_job.codecs import check_codec, linear_rank
 from starlings_job.exchange_rules import (
-    PRESETS,
     ExchangeRules,
     Phase,
     QuasiGlobal,
@@ -25,8 +24,6 @@ from starlings_job.exchange_rules import (
 from starlings_job.exchange_settings import BY_SLOTS, GROUPS, HEEDED_BY, NONE, left_out, misplaced
 from starlings_job.sections import Codec, Real, Section, Switch, TrainSection, Whole
 
-# Of those that exchange_rules.py knows, what a job can have; "none" beside them.
-AVAILABLE = ("allreduce", *BY_SLOTS)
 _QUASI_GLOBAL: dict[str, QuasiGlobal] = {"sgd": "sgd", "adamw": "adam"}
 
 
@@ -169,7 +166,7 @@ class ExchangeSection(Section):
             RuleError
         """
         if self.preset != "none":
-            check_schedule(self.preset, schedule, AVAILABLE)
+            check_schedule(self.preset, schedule)
         elif schedule != "async":
             raise RuleError(
                 f'preset = "none" needs schedule = "async"; write that, or with schedule = "{schedule}" the preset '
@@ -206,17 +203,6 @@ class ExchangeSection(Section):
                 "force = true"
             )
         return check_codec(value, Role.DELTA, force=info.data.get("force", False))
-
-    @field_validator("preset", mode="before")
-    @classmethod
-    def _preset(cls, value: object) -> object:
-        if value in PRESETS and value not in AVAILABLE:
-            others = ", ".join(f'"{name}"' for name in (*BY_SLOTS, NONE))
-            raise ValueError(
-                f'{value!r} is not there yet (it comes in a later version); write "allreduce", or with '
-                f'schedule = "async" one of {others}'
-            )
-        return value
 
     @model_validator(mode="after")
     def _belongs_to_preset(self) -> Self:

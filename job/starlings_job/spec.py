@@ -23,6 +23,7 @@ from starlings_job.description import ModelDescription
 from starlings_job.errors import JobFileError
 from starlings_job.exchange_rules import ExchangeRules, RuleError
 from starlings_job.exchange_section import ExchangeSection
+from starlings_job.memory import bytes_per_parameter
 from starlings_job.presets import PRESETS, SHAPES
 from starlings_job.records import DatasetMeta
 from starlings_job.sections import (
@@ -153,6 +154,19 @@ class JobSpec(Section):
         each worker holds the whole model, both ends are one stage's.
         """
         return self.model.untie or (self.train.streams and stage_count(self.pipeline.stages) != 1)
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """What a trained parameter takes on a worker (`memory.py`): live plans and offline ones count alike."""
+        return float(
+            bytes_per_parameter(
+                self.train,
+                self.exchange.codec,
+                pair_rules=self.pair_rules,
+                # The weights that are expected, beside those that are.
+                extra_versions=int(self.train.correction == "predict"),
+            )
+        )
 
     @cached_property
     def pair_rules(self) -> ExchangeRules | None:

@@ -22,7 +22,7 @@ from starlings_protos.messages import (
 from starlings_simulator.faults import Moment
 from starlings_simulator.fetching import Fetching
 from starlings_simulator.history import History
-from starlings_simulator.network import NOT_CONNECTED, Envelope, Network, Outcome, Process, Receiver
+from starlings_simulator.network import Envelope, Network, Outcome, Process, Receiver, explain
 from starlings_simulator.symbolic import Activation, Device, Piece, Tensors, fingerprint, require
 from starlings_simulator.world import World
 from starlings_worker.core.admission import Admission, Rejection
@@ -486,11 +486,3 @@ class Engine:
 
 def part_key(leg: Leg, header: ExchangeHeader, sender: WorkerId) -> PartKey:
     return (leg, header.step, header.attempt, header.group, header.pass_number, header.part, sender)
-
-
-def explain(outcome: Outcome) -> tuple[bool, Refusal, str]:
-    """(certain, refusal, reason) of a push that did not succeed."""
-    if isinstance(outcome, Rejection):
-        return True, outcome.refusal, outcome.message
-    assert isinstance(outcome, str)
-    return outcome == NOT_CONNECTED, Refusal.UNSPECIFIED, outcome

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from starlings_protos.messages import ExchangeHeader, MicrobatchHeader, Receipt, WorkerId
+from starlings_protos.messages import ExchangeHeader, MicrobatchHeader, Receipt, Refusal, WorkerId
 from starlings_simulator.clock import Call, Clock
 from starlings_worker.core.admission import Admission, Duplicate, Rejection
 from starlings_worker.core.events import Direction, Leg
@@ -77,6 +77,14 @@ class Receiver:
 # (certain, refusal or receipt, reason); what the sender learns.
 Outcome = Receipt | Rejection | str
 NOT_CONNECTED = "no connection"
+
+
+def explain(outcome: Outcome) -> tuple[bool, Refusal, str]:
+    """(certain, refusal, reason) of a push that did not succeed."""
+    if isinstance(outcome, Rejection):
+        return True, outcome.refusal, outcome.message
+    assert isinstance(outcome, str)
+    return outcome == NOT_CONNECTED, Refusal.UNSPECIFIED, outcome
 
 
 @dataclass(slots=True)

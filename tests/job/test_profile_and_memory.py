@@ -16,6 +16,7 @@ from starlings_job.presets import PRESETS
 from starlings_job.profile import Profile, ProfileError
 from starlings_job.records import DatasetMeta
 from starlings_job.sections import TrainSection
+from starlings_job.spec import parse_job
 
 
 def meta(sequence_length: int = 64) -> DatasetMeta:
@@ -164,3 +165,18 @@ def test_measured_shapes_are_real_shapes(micro: Profile) -> None:
     stage = build_stage(described, 0, 0)
     out = stage(torch.zeros(1, 64, dtype=torch.int64))
     assert out.numel() * 4 == micro.blocks[0].boundary_bytes_per_sample
+
+
+def test_a_job_whose_weights_are_predicted_keeps_a_copy_more() -> None:
+    text = """
+    [job]
+    name = "ahead"
+    tokens = "1M"
+    [model]
+    preset = "tiny"
+    [train]
+    schedule = "async"
+    batch = 8
+    """
+    plain, ahead = parse_job(text), parse_job(text + 'correction = "predict"')
+    assert ahead.bytes_per_parameter == plain.bytes_per_parameter + 4

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from starlings_job.memory import bytes_per_parameter, stage_memory
+from starlings_job.memory import stage_memory
 from starlings_simulator.timed.machines import Slowdown, Stay, Swarm
 from starlings_simulator.timed.report import Report
 from starlings_simulator.timed.run import TimedSimulation
@@ -40,8 +40,7 @@ def test_unlike_workers_without_a_barrier_do_what_each_can() -> None:
 
 def test_an_uplink_that_binds_sets_the_pace() -> None:
     """Two workers need each other, and what one sends takes longer than what the other computes."""
-    whole = job("async")
-    per_parameter = bytes_per_parameter(whole.train, pair_rules=whole.pair_rules)
+    per_parameter = job("async").bytes_per_parameter
     last = len(profile().blocks) - 1
     memory = 0.7 * stage_memory(profile(), 0, last, per_parameter=per_parameter, microbatch=2, slots=2).total
     workers = tuple(machine(n, 10.0, memory_bytes=memory) for n in range(2))

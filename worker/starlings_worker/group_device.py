@@ -46,11 +46,11 @@ from starlings_worker.core.groups.work import (
 from starlings_worker.errors import EngineFault
 from starlings_worker.flat import FlatVector
 from starlings_worker.outer.diloco import DiLoCo
-from starlings_worker.outer.fragments import Bounds, cut_into_fragments
+from starlings_worker.outer.fragments import Bounds
 from starlings_worker.outer.outcome import explain
 from starlings_worker.outer.sparseloco import SparseLoCo
 from starlings_worker.outer.state import FragmentState, norm_of
-from starlings_worker.pair_device import Encoded, digest_of, forget_first_moment
+from starlings_worker.pair_device import Encoded, digest_of, forget_first_moment, fragments_by_stage
 from starlings_worker.parts import cut
 from starlings_worker.robust import NORM_FACTOR, Contribution, aggregate
 
@@ -111,12 +111,7 @@ class GroupDevice:
         self._codec = make_codec(rules.codec)
         self._exact = make_codec(EXACT)
         self._vectors = dict(vectors)
-        self._bounds: dict[int, tuple[Bounds, ...]] = {}
-        for stage, vector in self._vectors.items():
-            try:
-                self._bounds[stage] = cut_into_fragments(vector.slots, rules.fragments)
-            except ValueError as error:
-                raise EngineFault(f"stage {stage}: {error}") from None
+        self._bounds = fragments_by_stage(vectors, rules.fragments)
         self._states: dict[tuple[int, int], FragmentState] = {}
         # By place and part: the largest norm per root of elements that an aggregate had. What is much longer is wrong.
         self._usual: dict[tuple[int, int], float] = {}

@@ -92,6 +92,21 @@ class _Kept:
     verdict: Verdict | None = None
 
 
+def fragments_by_stage(vectors: Mapping[int, FlatVector], fragments: int) -> dict[int, tuple[Bounds, ...]]:
+    """Where each stage's vector is cut.
+
+    Raises:
+        EngineFault: a stage has fewer rows than the job has fragments.
+    """
+    bounds = {}
+    for stage, vector in vectors.items():
+        try:
+            bounds[stage] = cut_into_fragments(vector.slots, fragments)
+        except ValueError as error:
+            raise EngineFault(f"stage {stage}: {error}") from None
+    return bounds
+
+
 class PairDevice:
     """Of one held span."""
 
@@ -113,12 +128,7 @@ class PairDevice:
         if rules.momentum_codec is not None:
             self._codecs[MOMENTUM] = make_codec(rules.momentum_codec)
         self._vectors = dict(vectors)
-        self._bounds: dict[int, tuple[Bounds, ...]] = {}
-        for stage, vector in self._vectors.items():
-            try:
-                self._bounds[stage] = cut_into_fragments(vector.slots, rules.fragments)
-            except ValueError as error:
-                raise EngineFault(f"stage {stage}: {error}") from None
+        self._bounds = fragments_by_stage(vectors, rules.fragments)
         self._states: dict[tuple[int, int], FragmentState] = {}
         self._phases: dict[tuple[int, int], Phase] = {}
         self._kept: dict[PairKey, _Kept] = {}

@@ -25,7 +25,6 @@ from starlings_coordinator.core.waiting import (
     Waiting,
 )
 from starlings_job.cut import fixed_cut, stage_count
-from starlings_job.memory import bytes_per_parameter
 from starlings_protos.messages import (
     KEEPER,
     Assignment,
@@ -183,15 +182,7 @@ class Planning:
             job.job.seed,
             job.train.microbatch,
             job.microbatches_per_step,
-            float(
-                bytes_per_parameter(
-                    job.train,
-                    job.exchange.codec,
-                    pair_rules=job.pair_rules,
-                    # The weights that are expected, beside those that are.
-                    extra_versions=int(job.train.correction == "predict"),
-                )
-            ),
+            job.bytes_per_parameter,
             stages,
             stages_most=job.stages_most,
             stages_wanted=0 if self.restart_version > 0 else stage_count(job.pipeline.stages),

@@ -9,7 +9,6 @@ from starlings_coordinator.planner.fleet import Fleet
 from starlings_coordinator.planner.linear.planning import LinkPlan, plan_with_links
 from starlings_job.cut import fixed_cut, stage_count
 from starlings_job.errors import JobError
-from starlings_job.memory import bytes_per_parameter
 from starlings_job.profile import Profile
 from starlings_job.spec import JobSpec
 from starlings_protos.messages import PlanRequest, PlanWorker, Stage
@@ -62,7 +61,7 @@ class Setting:
             self.seed,
             job.train.microbatch,
             job.microbatches_per_step,
-            float(bytes_per_parameter(job.train, job.exchange.codec, pair_rules=job.pair_rules)),
+            job.bytes_per_parameter,
             stages or fixed_cut(cut),
             stages_most=job.stages_most,
             stages_wanted=stage_count(cut),

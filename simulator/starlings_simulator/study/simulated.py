@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlings_job.errors import JobError
+from starlings_job.exchange_settings import GROUPS
 from starlings_protos.messages import WorkerId
 from starlings_simulator.study.answer import News, setting_of
 from starlings_simulator.study.setting import Setting
@@ -18,7 +19,6 @@ from starlings_simulator.timed.run import TimedSimulation
 # Points of the answer's timeline.
 _POINTS_MOST = 480
 _EVENTS_MOST = 400
-GROUP_PRESETS = ("diloco", "sparseloco")
 
 
 def simulate_answer(arguments: Mapping[str, Any], news: News) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def simulate_answer(arguments: Mapping[str, Any], news: News) -> dict[str, Any]:
     """
     setting = setting_of(arguments)
     preset = setting.job.exchange.preset
-    if preset in GROUP_PRESETS:
+    if preset in GROUPS:
         raise JobError(
             f'[exchange] preset = "{preset}" is not simulated yet: rounds of groups are not modelled; write "pairs" '
             "to see what the same fleet does with exchanges in pairs"

@@ -137,6 +137,5 @@ def by_trace(
                 stays.append(Stay(worker_id, since_s, now_s, notice_s=notice_s))
                 free.append(worker_id)
         turn += 1
-        # Who is there at the end of a turn stays, unless the next one begins without it.
     stays += [Stay(worker_id, since_s) for worker_id, since_s in playing.values()]
     return tuple(stays)

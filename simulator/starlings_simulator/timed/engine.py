@@ -14,15 +14,15 @@ from starlings_protos.messages import (
     ExchangePurpose,
     LeaseKind,
     Receipt,
-    Refusal,
     Stage,
     ToCoordinator,
     ToWorker,
 )
+from starlings_simulator.network import NOT_CONNECTED, Outcome, explain
 from starlings_simulator.timed import figures
 from starlings_simulator.timed.links import Transfer
 from starlings_simulator.timed.machines import Machine
-from starlings_simulator.timed.pushes import NOT_CONNECTED, Ends, Outcome, Push
+from starlings_simulator.timed.pushes import Ends, Push
 from starlings_simulator.timed.world import World
 from starlings_worker.core.admission import Admission, Rejection
 from starlings_worker.core.core import WorkerCore
@@ -404,7 +404,7 @@ class Engine:
             if isinstance(outcome, Receipt):
                 self.handle(MicrobatchSent(effect.direction, header.key, effect.to, outcome))
                 return
-            self.handle(MicrobatchNotSent(effect.direction, header.key, effect.to, *_explain(outcome)))
+            self.handle(MicrobatchNotSent(effect.direction, header.key, effect.to, *explain(outcome)))
 
         ends = Ends(
             lambda to: to.core.admit(effect.direction, header, me, self.world.clock.now_s),
@@ -423,7 +423,7 @@ class Engine:
             if isinstance(outcome, Receipt):
                 self.handle(PartSent(effect.leg, header, effect.to))
                 return
-            _, refusal, reason = _explain(outcome)
+            _, refusal, reason = explain(outcome)
             self.handle(PartNotSent(effect.leg, header, effect.to, refusal, reason))
 
         ends = Ends(
@@ -446,7 +446,7 @@ class Engine:
             if isinstance(outcome, Receipt):
                 self.handle(PairSent(key))
             else:
-                self.handle(PairNotSent(key, *_explain(outcome)[1:]))
+                self.handle(PairNotSent(key, *explain(outcome)[1:]))
 
         def admit(to: Engine) -> Admission:
             return to.core.meeting.admit(header, me, self.world.clock.now_s)
@@ -479,7 +479,7 @@ class Engine:
                 to.handle(WordTold(word, me))
 
         def answer(outcome: Rejection | str | None) -> None:
-            self.handle(WordSent(word) if outcome is None else WordNotSent(word, *_explain(outcome)[1:]))
+            self.handle(WordSent(word) if outcome is None else WordNotSent(word, *explain(outcome)[1:]))
 
         world.clock.after(one_way_s, told)
 
@@ -487,11 +487,3 @@ class Engine:
 def _digest(step: int, group: str) -> int:
     """What all replicas have of a step's aggregate."""
     return zlib.crc32(f"{step}:{group}".encode())
-
-
-def _explain(outcome: Rejection | str | Receipt) -> tuple[bool, Refusal, str]:
-    """(certain, refusal, reason) of what did not succeed."""
-    if isinstance(outcome, Rejection):
-        return True, outcome.refusal, outcome.message
-    assert isinstance(outcome, str)
-    return outcome == NOT_CONNECTED, Refusal.UNSPECIFIED, outcome

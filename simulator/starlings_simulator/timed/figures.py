@@ -37,7 +37,6 @@ class Books:
 
     clock: Clock
     seconds: dict[WorkerId, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    microbatches: Counter[WorkerId] = field(default_factory=Counter)
     points: list[Point] = field(default_factory=list)
     events: list[tuple[float, str, str]] = field(default_factory=list)
     # Of workers that are there: what they do, and since when.

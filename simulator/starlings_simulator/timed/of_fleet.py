@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 from starlings_job.profile import Profile
@@ -65,5 +65,4 @@ def swarm_of(
         (one.name, other.name): fleet.site_rtt_s(one, other)
         for one, other in combinations(fleet.sites.values(), 2)
     }
-    swarm = Swarm(sites, tuple(machines), owner_site=OWNER, rtt_s=rtt_s, default_rtt_s=owner.rtt_s)
-    return replace(swarm, stays=stays) if stays else swarm
+    return Swarm(sites, tuple(machines), stays, owner_site=OWNER, rtt_s=rtt_s, default_rtt_s=owner.rtt_s)

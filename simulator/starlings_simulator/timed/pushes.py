@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlings_protos.messages import Receipt, WorkerId
+from starlings_simulator.network import NOT_CONNECTED, Outcome
 from starlings_simulator.timed.links import Transfer
-from starlings_worker.core.admission import Admission, Duplicate, Rejection
+from starlings_worker.core.admission import Admission, Duplicate
 
 if TYPE_CHECKING:
     from starlings_simulator.timed.engine import Engine
@@ -19,11 +20,8 @@ if TYPE_CHECKING:
 
 # What a sender believes of a machine that does not answer, and after how long.
 TIMEOUT_S = 6.0
-NOT_CONNECTED = "no connection"
 BROKEN = "connection reset"
 SILENT = "timed out"
-# What the sender learns. NOT_CONNECTED is certain, other words are not.
-Outcome = Receipt | Rejection | str
 
 
 @dataclass(frozen=True, slots=True)
