@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 
 from starlings_coordinator.planner.cuts import candidate_cuts
 from starlings_coordinator.planner.fleet import Fleet
-from starlings_coordinator.planner.search import CHOICES_MOST, Found, Options, improve, secure, seed_choices
+from starlings_coordinator.planner.search import (
+    CHOICES_BESIDE_MOST,
+    CHOICES_MOST,
+    Found,
+    Options,
+    improve,
+    secure,
+    seed_choices,
+)
 from starlings_coordinator.planner.throughput import Choice, solve_flow
 from starlings_coordinator.planner.words import binding_words, idle_words, shortage_words
 from starlings_job.profile import Profile
@@ -123,13 +131,13 @@ def _candidates(fleet: Fleet) -> list[Candidate]:
         if flow.microbatches_per_s <= 0:
             continue
         solves = max(2, SOLVES * PAIRS_CHEAP // max(PAIRS_CHEAP, candidate.pairs))
+        # Few newcomers beside many holders: few choices, each of them a big programme.
+        most = CHOICES_BESIDE_MOST * solves // SOLVES if candidate.held else CHOICES_MOST
         if flow.microbatches_per_s < NEAR_ENOUGH * fleet.bound:
-            # Few newcomers beside many holders: few choices, each of them a big programme.
-            most = min(CHOICES_MOST, 4 * solves) if candidate.held else CHOICES_MOST
             candidate = replace(candidate, found=improve(candidate.found, candidate.options, solves, most))
         if candidate.held:
             candidate = replace(
-                candidate, found=secure(candidate.found, candidate.options, candidate.held, solves)
+                candidate, found=secure(candidate.found, candidate.options, candidate.held, solves, most)
             )
         candidates[index] = candidate
     return candidates

@@ -22,6 +22,9 @@ REPLICA_COST = 0.0002
 RANDOM_ORDERS = 64
 # A cut with so few choices is searched completely.
 CHOICES_MOST = 81
+# ... and where a few newcomers are placed beside holders, so many: moving one of them at a time can end several percent
+# below the best. Of bigger programmes fewer.
+CHOICES_BESIDE_MOST = 512
 # What newcomers may cost in throughput if a stage gets a second holder by it.
 SECURITY_COST = 0.05
 # Up to so many workers, every set of them is looked at before a cut is called impossible.
@@ -219,7 +222,7 @@ def _promising(found: Found, options: Options) -> list[tuple[WorkerId, Option]]:
     return [(worker_id, option) for _, worker_id, _, option in moves]
 
 
-def secure(found: Found, options: Options, held: Choice, solves: int) -> Found:
+def secure(found: Found, options: Options, held: Choice, solves: int, choices_most: int) -> Found:
     """Newcomers placed so that as few stages as possible have a single holder, for at most SECURITY_COST of what
     `found` reaches; of equals the fastest, then the one whose rarest stages have most replicas.
 
@@ -231,7 +234,7 @@ def secure(found: Found, options: Options, held: Choice, solves: int) -> Found:
         counts = _replicas(other.choice, other.stage_count)
         return -counts.count(1), float(f"{other.score:.6g}"), sorted(counts)
 
-    every = all_choices(found, options, min(CHOICES_MOST, 4 * solves))
+    every = all_choices(found, options, choices_most)
     if every is not None:
         good = [other for other in every if other.flow.microbatches_per_s >= floor]
         # `max` keeps the first of equals.
