@@ -1,7 +1,13 @@
-"""Placements by COMM-COST: structured grids, then swaps where the cost arises. Any-time, by seed, no clock."""
+"""Placements by COMM-COST: structured grids, then swaps where the cost arises. Any-time, by seed, no clock.
+
+What stages a placement has decides its cost, since they are arranged in the best way: where the evaluations suffice for
+all ways to divide the devices among stages, all are looked at.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,12 +52,19 @@ def search(problem: DtfmProblem, *, seed: int, evaluations: int) -> Iterator[Pla
             return None
         return Placement(grid, cost_s, spent)
 
+    # An arrangement takes about as long as evaluating as many grids as it matches pairs of stages.
+    arranging = 1 + problem.stages * (problem.stages - 1) // 2
+    if divisions(problem.stages, problem.replicas) * arranging <= evaluations:
+        for grid in _divided(problem.stages, tuple(range(problem.devices))):
+            spent += arranging
+            if (found := better(problem.arranged(np.array(grid)))) is not None:
+                best = found
+                yield best
+        return
     grids = structured_grids(problem)
     grids = grids[: max(1, evaluations)]
     spent += len(grids)
     ranked = sorted(grids, key=problem.grid_cost_s)[:IMPROVED]
-    # An arrangement takes about as long as evaluating as many grids as it matches pairs of stages.
-    arranging = 1 + problem.stages * (problem.stages - 1) // 2
     arranged = []
     for grid in ranked:
         spent += arranging
@@ -72,6 +85,23 @@ def search(problem: DtfmProblem, *, seed: int, evaluations: int) -> Iterator[Pla
                 yield best
         assert best is not None
         arranged = [_shaken(problem, best.grid, rng)]
+
+
+def divisions(stages: int, replicas: int) -> int:
+    """In how many ways stages * replicas devices are divided among stages whose order does not matter."""
+    return math.factorial(stages * replicas) // (math.factorial(replicas) ** stages * math.factorial(stages))
+
+
+def _divided(stages: int, devices: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+    """All of them, as rows."""
+    if stages == 0:
+        yield []
+        return
+    first, others = devices[0], devices[1:]
+    for beside in itertools.combinations(others, len(devices) // stages - 1):
+        left = tuple(device for device in others if device not in beside)
+        for rows in _divided(stages - 1, left):
+            yield [(first, *beside), *rows]
 
 
 def _swapped(problem: DtfmProblem, grid: Grid, rng: random.Random, evaluations: int) -> tuple[Grid, int]:
