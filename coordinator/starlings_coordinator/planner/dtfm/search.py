@@ -55,9 +55,9 @@ def search(problem: DtfmProblem, *, seed: int, evaluations: int) -> Iterator[Pla
     # An arrangement takes about as long as evaluating as many grids as it matches pairs of stages.
     arranging = 1 + problem.stages * (problem.stages - 1) // 2
     if divisions(problem.stages, problem.replicas) * arranging <= evaluations:
-        for grid in _divided(problem.stages, tuple(range(problem.devices))):
+        for rows in _divided(problem.stages, tuple(range(problem.devices))):
             spent += arranging
-            if (found := better(problem.arranged(np.array(grid)))) is not None:
+            if (found := better(problem.arranged(np.array(rows)))) is not None:
                 best = found
                 yield best
         return
@@ -89,7 +89,8 @@ def search(problem: DtfmProblem, *, seed: int, evaluations: int) -> Iterator[Pla
 
 def divisions(stages: int, replicas: int) -> int:
     """In how many ways stages * replicas devices are divided among stages whose order does not matter."""
-    return math.factorial(stages * replicas) // (math.factorial(replicas) ** stages * math.factorial(stages))
+    orders = math.prod([math.factorial(replicas)] * stages) * math.factorial(stages)
+    return math.factorial(stages * replicas) // orders
 
 
 def _divided(stages: int, devices: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
