@@ -3,7 +3,8 @@
 For random swarms of each size and kind (`lab`: links hardly bind; `homes`: everybody behind an access line of their
 own; `mixed`: both) the answer, its bound (the linear programme's relaxation, with memory), what binds, and the
 time from request to answer; then what the placements of others reach on the same swarm and cut with the best routing
-for each, in parts of ours. Small swarms also beside the best choice there is, by a mixed-integer programme.
+for each, in parts of ours. Small swarms also beside the best choice there is, by a mixed-integer programme. And
+amendments of such plans: milliseconds to price one, and what linear programmes say of it afterwards.
 
     python benchmarks/planner_swarm.py [--quick] [--json FILE] [--svg FILE] [--seeds N]
 """
@@ -19,6 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from planner_amend import SIZES as AMENDED
+from planner_amend import amendment_claims, amendment_rows
 from planner_exact import best_choice
 from planner_fleets import MODELS, SHARED, swarm
 from plot import write_panels
@@ -171,14 +174,21 @@ def main() -> int:
         for seed in range(1, (1 if chosen.quick else chosen.seeds) + 1)
     ]
     exact = [row for seed in range(8 if chosen.quick else 36) if (row := exact_row(seed)) is not None]
-    claims = claims_of(rows, exact)
+    amendments = [
+        row
+        for workers in AMENDED
+        if not chosen.quick or workers <= 64
+        for kind in KINDS[:2]
+        for row in amendment_rows(workers, kind, CODEC)
+    ]
+    claims = [*claims_of(rows, exact), *amendment_claims(amendments)]
     show(
         "plans with links; other placements in parts of ours",
-        [*rows, *exact],
+        [*rows, *exact, *amendments],
         claims,
         {"of memory", "first s", "binds"},
     )
-    write_json(chosen.json, "planner_swarm", environ, [*rows, *exact], claims)
+    write_json(chosen.json, "planner_swarm", environ, [*rows, *exact, *amendments], claims)
     if chosen.svg is not None:
         draw(chosen.svg, rows)
     return 0 if all(claim.holds for claim in claims) else 1

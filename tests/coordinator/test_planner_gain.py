@@ -47,3 +47,10 @@ def test_a_bare_stage_is_filled_and_what_stays_bare_does_not_forbid_moves() -> N
     standing = Amendment({B: (Span(0, 0), Span(1, 1))}, 0.0, 0.0, 5.0, 1e9, 60.0)
     assert judge(standing, {A: Span(0, 0), B: Span(0, 0)}, 3600.0) == Worthwhile(5.0 * 3540, 0.0)
     assert judge(replace(standing, rate_then=0.0), {A: Span(0, 0), B: Span(0, 0)}, 3600.0) == TooLittle(0.0)
+
+
+def test_who_holds_nothing_takes_a_place_for_any_gain_that_outweighs_its_copies() -> None:
+    place = Amendment({C: (None, Span(0, 0))}, 10.0, 10.0, 10.01, 1e9, 100.0)
+    assert judge(place, HOLDERS, 1e4) == Worthwhile(pytest.approx(99.0), 0.0)
+    assert isinstance(judge(replace(place, rate_meanwhile=9.0), HOLDERS, 1e4), TooCostly)
+    assert judge(replace(place, rate_then=10.0), HOLDERS, 1e4) == TooLittle(0.0)

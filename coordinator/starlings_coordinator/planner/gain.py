@@ -64,8 +64,8 @@ Verdict = Worthwhile | LastReplica | TooLittle | TooCostly
 
 
 def judge(amendment: Amendment, holders: dict[WorkerId, Span], remaining_s: float) -> Verdict:
-    """Design, section 5: gain over the expected remaining time above 1.5x the migration cost, at least 5 %, and never
-    the last replica of a stage.
+    """Design, section 5: gain over the expected remaining time above 1.5x the migration cost, at least 5 % where
+    holders move, and never the last replica of a stage.
 
     A stage that is bare already is reason enough: the swarm does nothing until somebody holds it.
 
@@ -84,7 +84,9 @@ def judge(amendment: Amendment, holders: dict[WorkerId, Span], remaining_s: floa
     if bare:
         return LastReplica(min(bare))
     gain = amendment.rate_then - amendment.rate_now
-    if gain <= 0 or gain < GAIN_LEAST * amendment.rate_now:
+    # Whoever holds nothing loses nothing by a place: only moves of holders could go to and fro.
+    moves_holders = any(span is not None for span, _ in amendment.moves.values())
+    if gain <= 0 or (moves_holders and gain < GAIN_LEAST * amendment.rate_now):
         return TooLittle(gain / amendment.rate_now if amendment.rate_now > 0 else 0.0)
     gained = gain * max(0.0, remaining_s - amendment.migration_s)
     cost = max(0.0, amendment.rate_now - amendment.rate_meanwhile) * amendment.migration_s

@@ -17,7 +17,7 @@ import numpy as np
 from starlings_coordinator.planner.linear.node_form import Prices, solve
 from starlings_coordinator.planner.linear.planning import LinkPlan
 from starlings_coordinator.planner.linear.problem import IDLE, Ints, Problem, build_problem
-from starlings_coordinator.planner.linear.values import option_values
+from starlings_coordinator.planner.linear.values import carried_over, option_values
 from starlings_protos.messages import PlanWorker, WorkerId
 from starlings_simulator.study.setting import Setting
 
@@ -72,7 +72,7 @@ def _additions(setting: Setting, plan: LinkPlan, prices: Prices) -> list[dict[st
         problem = _with(setting, plan, newcomer)
         number = problem.worker_ids.index(newcomer.worker_id)
         own = slice(int(problem.starts[number]), int(problem.starts[number + 1]))
-        worth = option_values(problem, _moved(plan.problem, problem, prices))[own]
+        worth = option_values(problem, carried_over(plan.problem, problem, prices))[own]
         order = own.start + np.argsort(-worth, kind="stable")
         promised.append((float(worth.max(initial=0.0)), words, newcomer, problem, number, order))
     promised.sort(key=lambda item: (-item[0], item[1]))
@@ -104,15 +104,6 @@ def _additions(setting: Setting, plan: LinkPlan, prices: Prices) -> list[dict[st
 def _with(setting: Setting, plan: LinkPlan, newcomer: PlanWorker) -> Problem:
     fleet = setting.fleet((*setting.workers(), newcomer), plan.stages)
     return build_problem(fleet, plan.stages, setting.job.pipeline.codec)
-
-
-def _moved(old: Problem, new: Problem, prices: Prices) -> Prices:
-    """Prices of the old problem where the new one has the same sites; a new site's link is free."""
-    place = {name: number for number, name in enumerate(old.site_names)}
-    known = np.array([place.get(name, -1) for name in new.site_names])
-    up, down = (np.where(known >= 0, side[known], 0.0) for side in (prices.up, prices.down))
-    site_value = np.where(known[:, None] >= 0, prices.site_value[known], np.nan)
-    return Prices(prices.value, site_value, np.zeros(new.workers), up, down)
 
 
 def _same(plan: LinkPlan, problem: Problem) -> Ints:

@@ -162,16 +162,25 @@ class Problem:
 MODES = ((False, False), (True, False), (False, True), (True, True))
 
 
-def build_problem(fleet: Fleet, stages: Sequence[Stage], codec: str) -> Problem:
+def build_problem(
+    fleet: Fleet,
+    stages: Sequence[Stage],
+    codec: str,
+    *,
+    needs: Floats | None = None,
+    movable: bool = False,
+) -> Problem:
     """The problem of a cut.
 
     Args:
         codec: what boundaries travel in (`[pipeline] codec`).
+        needs: `need_table` of this cut, where it is known already.
+        movable: whoever holds a span may take another one; else it has that one only.
     """
     blocks, microbatch = fleet.profile.blocks, fleet.request.microbatch
     shapes = [(microbatch, blocks[stage.last_block].boundary_bytes_per_sample // 4) for stage in stages[:-1]]
     names, site, up, down = _sites(fleet.workers)
-    starts, first, last, mode = _options(fleet, stages)
+    starts, first, last, mode = _options(fleet, stages, needs, movable=movable)
     return Problem(
         worker_ids=tuple(worker.worker_id for worker in fleet.workers),
         seconds=np.stack([fleet.seconds_table(stages, *mode) for mode in MODES]),
@@ -192,25 +201,40 @@ def build_problem(fleet: Fleet, stages: Sequence[Stage], codec: str) -> Problem:
     )
 
 
-def _options(fleet: Fleet, stages: Sequence[Stage]) -> tuple[Ints, Ints, Ints, Ints]:
-    """For each worker the longest spans at full speed and the longest in any mode; `Fleet.options` for all at once.
+def need_table(
+    fleet: Fleet, stages: Sequence[Stage], most_bytes: float = UNLIMITED, longest: int = 0
+) -> Floats:
+    """[mode, a, b]: bytes of stages a..b in each of `MODES`; 0 where b < a.
 
-    Whoever holds a span already has that one only.
+    Args:
+        most_bytes: what lies beyond a run that needs more in every mode is not looked at, and infinite.
+        longest: runs up to this many stages further than their first are looked at all the same.
     """
     count = len(stages)
-    memory = np.array([worker.memory_bytes for worker in fleet.workers], dtype=float)
-    # Bytes of stages a..b in each mode; what lies beyond a run that does not fit is not looked at.
     needs = np.full((len(MODES), count, count), np.inf)
     needs[:, np.tri(count, k=-1, dtype=bool)] = 0.0
-    longest_held = max((w.held.last_stage - w.held.first_stage for w in fleet.workers if w.held), default=-1)
     for a in range(count):
         for b in range(a, count):
             for number, (recompute, one_slot) in enumerate(MODES):
                 needs[number, a, b] = fleet.need_bytes(
                     stages[a].first_block, stages[b].last_block, 1 if one_slot else 2, recompute
                 )
-            if needs[:, a, b].min() > memory.max(initial=0.0) and b - a >= longest_held:
+            if needs[:, a, b].min() > most_bytes and b - a >= longest:
                 break
+    return needs
+
+
+def _options(
+    fleet: Fleet, stages: Sequence[Stage], needs: Floats | None, *, movable: bool
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """For each worker the longest spans at full speed and the longest in any mode; `Fleet.options` for all at once."""
+    count = len(stages)
+    memory = np.array([worker.memory_bytes for worker in fleet.workers], dtype=float)
+    if needs is None:
+        longest_held = max(
+            (w.held.last_stage - w.held.first_stage for w in fleet.workers if w.held), default=-1
+        )
+        needs = need_table(fleet, stages, memory.max(initial=0.0), longest_held)
     fastest = np.maximum.accumulate(needs[0], axis=1)
     fitting = np.maximum.accumulate(needs.min(axis=0), axis=1)
     starts = [0]
@@ -228,7 +252,8 @@ def _options(fleet: Fleet, stages: Sequence[Stage]) -> tuple[Ints, Ints, Ints, I
     for number, worker in enumerate(fleet.workers):
         spans = {(int(a), int(r[number, a])) for r in reaches for a in np.flatnonzero(r[number] >= 0)}
         if worker.held is not None:
-            spans = {(worker.held.first_stage, worker.held.last_stage)}
+            held = {(worker.held.first_stage, worker.held.last_stage)}
+            spans = spans | held if movable else held
         for a, b in sorted(spans):
             first.append(a)
             last.append(b)

@@ -65,6 +65,15 @@ def site_prices(problem: Problem, prices: Prices) -> Floats:
     return np.asarray(np.clip(own, sell, buy))
 
 
+def carried_over(old: Problem, new: Problem, prices: Prices) -> Prices:
+    """Prices of one problem in another with the same cut: sites are known by their names, a new one's link is free."""
+    place = {name: number for number, name in enumerate(old.site_names)}
+    known = np.array([place.get(name, -1) for name in new.site_names])
+    up, down = (np.where(known >= 0, side[known], 0.0) for side in (prices.up, prices.down))
+    site_value = np.where(known[:, None] >= 0, prices.site_value[known], np.nan)
+    return Prices(prices.value, site_value, np.zeros(new.workers), up, down)
+
+
 def best_within(values: Floats) -> Floats:
     """[w, a, b]: the best of all runs within stages a..b."""
     best = values.copy()
