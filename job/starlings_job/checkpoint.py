@@ -63,8 +63,11 @@ class CheckpointWriter:
         with self._undone_on_error():
             self._place.begin()
 
-    def add_block(self, block: str, tensors: Mapping[str, Tensorlike]) -> str:
+    def add_block(self, block: str, tensors: Mapping[str, Tensorlike], optimizer_steps: int = 0) -> str:
         """Writes a block's state, named "param:NAME", "exp_avg:NAME", ...; returns its digest.
+
+        Args:
+            optimizer_steps: that the block's optimizer has made; 0: as many as the version.
 
         Raises:
             DiskFull: no space; the version is as if it had never been begun.
@@ -79,6 +82,7 @@ class CheckpointWriter:
             block_digest(tensors),
             self._write(f"{block}.safetensors", parameters),
             self._write(f"{block}.optimizer.safetensors", optimizer) if optimizer else None,
+            optimizer_steps if optimizer else 0,
         )
         return self._blocks[block].digest
 

@@ -25,11 +25,15 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class BlockEntry:
-    """A block's files and the digest of its state. `optimizer` is None at version 0."""
+    """A block's files and the digest of its state. `optimizer` is None at version 0.
+
+    `optimizer_steps`: how many the optimizer has made, where replicas count their own; 0: as many as the version.
+    """
 
     digest: str
     parameters: FileEntry
     optimizer: FileEntry | None
+    optimizer_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +71,9 @@ class Manifest:
                     str(entry["digest"]),
                     _file_entry(entry["parameters"]),
                     None if optimizer is None else _file_entry(optimizer),
+                    _count(entry.get("optimizer_steps", 0)),
                 )
-            version = record["version"]
-            if type(version) is not int or not 0 <= version < 2**62:
-                raise ValueError(version)
-            return cls(version, blocks, dict(record["facts"]))
+            return cls(_count(record["version"]), blocks, dict(record["facts"]))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise CheckpointError("the checkpoint's manifest is malformed") from None
 
@@ -81,9 +83,15 @@ def _file_entry(record: Mapping[str, Any]) -> FileEntry:
     # A manifest may come from elsewhere: its file names must not lead out of the folder.
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", name) or name.startswith("."):
         raise ValueError(name)
-    if type(count) is not int or not 0 <= count < 2**62 or not re.fullmatch(r"[0-9a-f]{64}", digest):
+    if not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise ValueError(name)
-    return FileEntry(name, count, digest)
+    return FileEntry(name, _count(count), digest)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(value)
+    return value
 
 
 def block_name(name: str) -> str:

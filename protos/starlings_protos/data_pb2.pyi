@@ -442,19 +442,25 @@ class StateHeader(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     BLOCK_FIELD_NUMBER: _builtins.int
+    OPTIMIZER_STEPS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Number of committed steps."""
     block: _builtins.str
     """Block name, such as "layers.3"."""
+    optimizer_steps: _builtins.int
+    """Steps of the optimizer whose state follows, where that is another number than `version`: replicas that step on
+    their own count their own steps. 0: as many as `version`.
+    """
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         block: _builtins.str = ...,
+        optimizer_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "optimizer_steps", b"optimizer_steps", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,7 @@ CHUNK_BYTES = 1 << 20
 TENSORS_LIMIT = 16384
 NAME_LIMIT_CHARACTERS = 512
 DIMENSIONS_LIMIT = 8
+STEPS_LIMIT = 1 << 48
 
 # safetensors' names of data types, which the rest of Starlings uses for state, and their item sizes in bytes.
 _TYPES: dict[str, tuple[data_pb2.DataType.ValueType, int]] = {
@@ -49,6 +50,14 @@ class StateTensor:
     data: memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class FetchedBlock:
+    """A block as it came, by tensor name. `optimizer_steps`: 0 for as many as its version."""
+
+    tensors: dict[str, StateTensor]
+    optimizer_steps: int = 0
+
+
 @dataclass(slots=True)
 class ServedBlock:
     """A block of one committed version, ready to be served. Hashes are computed at first use and kept."""
@@ -56,11 +65,16 @@ class ServedBlock:
     version: int
     block: str
     tensors: Sequence[StateTensor]
+    # Of the optimizer; 0: as many as `version`.
+    optimizer_steps: int = 0
     _header: data_pb2.Header | None = field(default=None, repr=False)
 
     def header(self) -> data_pb2.Header:
         if self._header is None:
-            header = data_pb2.Header(state=data_pb2.StateHeader(version=self.version, block=self.block))
+            subject = data_pb2.StateHeader(
+                version=self.version, block=self.block, optimizer_steps=self.optimizer_steps
+            )
+            header = data_pb2.Header(state=subject)
             for tensor in self.tensors:
                 header.tensors.add(
                     name=tensor.name,
@@ -135,6 +149,11 @@ class BlockInbox:
     @property
     def complete(self) -> bool:
         return self._header is not None and self._position == len(self._header.tensors)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """As the donor says; 0: as many as the version."""
+        return self._header.state.optimizer_steps if self._header is not None else 0
 
     def begin_transfer(self) -> None:
         """A new call was opened with `offset`; its first frame must be a header."""
@@ -240,6 +259,8 @@ def _check_header(header: data_pb2.Header, version: int, block: str, limit_bytes
             f"asked for block {block} at version {version}, "
             f"got {header.state.block[:80]!r} at version {header.state.version}"
         )
+    if header.state.optimizer_steps >= STEPS_LIMIT:
+        raise StateTransferError(f"block {block}: no optimizer makes {header.state.optimizer_steps} steps")
     if len(header.tensors) > TENSORS_LIMIT or header.total_bytes > limit_bytes:
         raise StateTransferError(f"block {block}: {header.total_bytes} bytes, the limit is {limit_bytes}")
     if header.total_bytes != sum(t.byte_count for t in header.tensors):
@@ -273,7 +294,7 @@ async def fetch_block(
     limit_bytes: int,
     tries_per_donor: int = 2,
     on_failure: Callable[[str, Exception], None] | None = None,
-) -> dict[str, StateTensor]:
+) -> FetchedBlock:
     """Fetches one block from the first donor that can serve it, going on where a broken transfer ended.
 
     Args:
@@ -297,7 +318,7 @@ async def fetch_block(
                 async for frame in transfer:
                     inbox.feed(frame)
                 if inbox.complete:
-                    return inbox.tensors()
+                    return FetchedBlock(inbox.tensors(), inbox.optimizer_steps)
                 raise StateTransferError(f"{donor} ended block {block} after {inbox.offset} bytes")
             except Exception as error:
                 failures.append(f"{donor}: {error}")

@@ -137,7 +137,7 @@ def _flipped(block: ServedBlock) -> ServedBlock:
 def _bad_hash(block: ServedBlock) -> ServedBlock:
     """Right header, wrong bytes behind it: a byte flipped in transit."""
     header = block.header()
-    return ServedBlock(block.version, block.block, _flipped(block).tensors, header)
+    return ServedBlock(block.version, block.block, _flipped(block).tensors, _header=header)
 
 
 def _renamed(block: ServedBlock) -> ServedBlock:
@@ -174,6 +174,18 @@ async def test_good_donor_one_block_after_the_other(desk: Desk) -> None:
     assert written.byte_count == load_manifest(desk.url, 4).byte_count
     assert load_manifest(desk.url, 4).facts == {"tokens": 100, "job_digest": "digest", **OWNER.facts}
     assert desk.donors[0][1].library.served_blocks == [(4, b) for b in block_names()]
+
+
+async def test_how_many_steps_each_optimizer_made_is_written_down(desk: Desk) -> None:
+    steps = {block: 40 + number for number, block in enumerate(block_names())}
+    peer = await desk.donor(lambda block: replace(block, optimizer_steps=steps[block.block], _header=None))
+    await desk.save(peer)
+    written = load_manifest(desk.url, 4).blocks
+    assert {block: entry.optimizer_steps for block, entry in written.items()} == steps
+    # And it is what whoever loads this version is told.
+    for block in block_names():
+        assert desk.library.served(4, block, optimizer=True).optimizer_steps == steps[block]
+        assert desk.library.served(4, block, optimizer=False).optimizer_steps == 0
 
 
 @pytest.mark.parametrize("lie", LIES)

@@ -92,7 +92,7 @@ async def port(tmp_path: Path) -> AsyncIterator[Port]:
 def _write_checkpoint(port: Port, version: int) -> None:
     with CheckpointWriter(port.checkpoints, version) as writer:
         for block in block_names():
-            writer.add_block(block, block_state(block, version))
+            writer.add_block(block, block_state(block, version), 10 * version)
         writer.finish()
     port.library.changed()
 
@@ -116,7 +116,8 @@ async def test_version_zero_and_checkpoints_arrive_as_they_are(port: Port) -> No
                     optimizer=True,
                     limit_bytes=1 << 20,
                 )
-                assert _bytes(found) == _bytes(block_state(block, version))
+                assert _bytes(found.tensors) == _bytes(block_state(block, version))
+                assert found.optimizer_steps == 10 * version
 
 
 def _bytes(tensors: Any) -> dict[str, bytes]:

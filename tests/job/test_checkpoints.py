@@ -41,7 +41,7 @@ def state(seed: int) -> dict[str, RawTensor]:
 
 def write(url: str | Path, version: int, seed: int = 0, keep: int = 0) -> Manifest:
     with CheckpointWriter(url, version, keep=keep) as writer:
-        writer.add_block("embed", state(seed))
+        writer.add_block("embed", state(seed), 123)
         writer.add_block("layers.0", {"param:w": raw_tensor(torch.ones(2) * seed)})
         return writer.finish({"tokens": 12})
 
@@ -58,6 +58,7 @@ def test_what_is_written_is_read(tmp_path: Path, where: str) -> None:
     assert block_digest(read) == block_digest(state(3)) == manifest.blocks["embed"].digest
     assert set(read_block(url, 40, "embed", optimizer=False)) == {"param:a.weight", "param:b", "param:empty"}
     assert manifest.blocks["layers.0"].optimizer is None
+    assert [manifest.blocks[block].optimizer_steps for block in ("embed", "layers.0")] == [123, 0]
     with pytest.raises(CheckpointError, match="no block"):
         read_block(url, 40, "layers.1")
     with pytest.raises(CheckpointError, match="there is no"):
@@ -153,6 +154,21 @@ def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
     path.write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match="malformed"):
         load_manifest(tmp_path, 10)
+
+
+def test_how_many_steps_an_optimizer_made_may_be_unsaid_and_is_no_nonsense(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    path = tmp_path / "00000010" / "manifest.json"
+    record = json.loads(path.read_text())
+    # As in checkpoints that were written before it was noted.
+    del record["blocks"]["embed"]["optimizer_steps"]
+    path.write_text(json.dumps(record))
+    assert load_manifest(tmp_path, 10).blocks["embed"].optimizer_steps == 0
+    for nonsense in (-1, 1 << 62, 1.5, True, "7"):
+        record["blocks"]["embed"]["optimizer_steps"] = nonsense
+        path.write_text(json.dumps(record))
+        with pytest.raises(CheckpointError, match="malformed"):
+            load_manifest(tmp_path, 10)
 
 
 def test_blocks_are_added_once_and_have_sane_names(tmp_path: Path) -> None:

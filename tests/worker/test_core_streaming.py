@@ -31,7 +31,13 @@ from starlings_worker.core.effects import (
     StepStages,
     TakeCopy,
 )
-from starlings_worker.core.events import Direction, DrainRequested, MicrobatchSent
+from starlings_worker.core.events import (
+    ControlReceived,
+    Direction,
+    DrainRequested,
+    MicrobatchSent,
+    SpanLoaded,
+)
 from starlings_worker.core.streaming.rules import StreamRules
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -85,6 +91,17 @@ def test_a_stage_steps_when_its_microbatches_are_added_and_before_anything_else(
     assert stream.steps == {0: 1, 1: 1}
     assert stream.added == {0: 0, 1: 0}
     assert isinstance(driver.core.device.running, ComputeForward)
+
+
+def test_a_newcomer_counts_on_from_its_donors_steps_and_else_from_the_jobs() -> None:
+    driver = stream_driver()
+    driver.handle(ControlReceived(assignment((0, 1), {}, stages=2, step=90)))
+    driver.handle(SpanLoaded(1, 90, {}, {0: 40}))
+    driver.grant(*(train_key(index, step=3, attempt=7) for index in range(2)))
+    for _ in range(4):
+        driver.compute()
+    step = driver.one(StepStages)
+    assert [(part.stage, part.number) for part in step.stages] == [(0, 41), (1, 91)]
 
 
 def test_what_is_evaluated_does_not_wait_behind_a_stock_of_leases() -> None:

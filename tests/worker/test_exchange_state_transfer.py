@@ -26,7 +26,10 @@ def _tensor(name: str, count: int, seed: int = 1) -> StateTensor:
 
 def _block(seed: int = 1) -> ServedBlock:
     return ServedBlock(
-        3, "layers.0", [_tensor("param:a", 300_000, seed), _tensor("param:b", 0), _tensor("param:c", 70_000)]
+        3,
+        "layers.0",
+        [_tensor("param:a", 300_000, seed), _tensor("param:b", 0), _tensor("param:c", 70_000)],
+        40 + seed,
     )
 
 
@@ -50,7 +53,10 @@ async def _fetch(donors):
 
 
 def _same(got, block: ServedBlock) -> bool:
-    return {n: bytes(t.data) for n, t in got.items()} == {t.name: bytes(t.data) for t in block.tensors}
+    same = {n: bytes(t.data) for n, t in got.tensors.items()} == {
+        t.name: bytes(t.data) for t in block.tensors
+    }
+    return same and got.optimizer_steps == block.optimizer_steps
 
 
 async def test_a_donor_that_dies_is_replaced_at_the_byte_reached():
@@ -86,7 +92,7 @@ async def test_a_short_stream_is_never_complete():
 
 def _lies() -> list[data_pb2.Header]:
     headers = []
-    for change in range(5):
+    for change in range(6):
         header = data_pb2.Header.FromString(_block().header().SerializeToString())
         match change:
             case 0:
@@ -99,6 +105,8 @@ def _lies() -> list[data_pb2.Header]:
                 header.tensors[0].name = "param:c"
             case 4:
                 header.state.version = 4
+            case 5:
+                header.state.optimizer_steps = 1 << 60
         headers.append(header)
     return headers
 

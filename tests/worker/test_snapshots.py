@@ -14,7 +14,12 @@ from starlings_worker.snapshots import Snapshots
 def span(version: int) -> Any:
     """A span of one block with one small tensor, which says its version."""
     raw = SimpleNamespace(data_type="U8", shape=(1,), data=bytes([version]))
-    return SimpleNamespace(version=version, blocks=("embed",), block_state=lambda _: {"weight": raw})
+    return SimpleNamespace(
+        version=version,
+        blocks=("embed",),
+        block_state=lambda _: {"weight": raw},
+        optimizer_steps_of=lambda _: 0,
+    )
 
 
 def test_a_version_that_observers_wait_for_is_not_there_yet_until_it_was_copied() -> None:

@@ -114,7 +114,8 @@ class Loader:
             await self.on_device(self.computer.drop)
             lines = str(error).splitlines()
             return LoadFailed(assignment.plan_version, lines[0] if lines else type(error).__name__)
-        return SpanLoaded(assignment.plan_version, assignment.version, digests)
+        steps = dict(held.optimizer_steps)
+        return SpanLoaded(assignment.plan_version, assignment.version, digests, steps)
 
     async def _fill(self, held: HeldSpan, assignment: Assignment) -> None:
         version = assignment.version
@@ -132,6 +133,8 @@ class Loader:
             if held.places(block, version) is None:
                 tensors = inbox.tensors()
                 await self.on_device(lambda: held.load_block(block, tensors, version))
+            if version > 0:
+                held.note_optimizer_steps(block, inbox.optimizer_steps or version)
 
         at_once = (
             _AT_ONCE if held.device.type == "cpu" else max(1, min(_AT_ONCE, _IN_TRANSIT_BYTES // limit_bytes))

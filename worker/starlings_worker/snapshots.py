@@ -45,6 +45,7 @@ class Snapshots:
                     StateTensor(name, raw.data_type, raw.shape, memoryview(bytes(raw.data)))
                     for name, raw in sorted(held.block_state(block).items())
                 ],
+                held.optimizer_steps_of(block),
             )
             for block in held.blocks
         }

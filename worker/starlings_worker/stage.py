@@ -76,6 +76,9 @@ class HeldSpan:
         self.optimizer = optimizer
         self.device = device
         self.version = 0
+        # By stage; where no step joins the replicas, each counts its own.
+        self.optimizer_steps: dict[int, int] = dict.fromkeys(span.stages, 0)
+        self._stage_of = {description.blocks[b]: s for s in span.stages for b in stages[s].blocks}
         self.modules: dict[int, StageModule] = {}
         self.vectors: dict[str, FlatVector] = {}
         self.blocks: tuple[str, ...] = tuple(
@@ -185,6 +188,16 @@ class HeldSpan:
                 if name not in expected:
                     target.zero_()
 
+    def note_optimizer_steps(self, block: str, steps: int) -> None:
+        """Of the state that the block came with. A stage has the most of its blocks': its next steps are rather a
+        little small than too large.
+        """
+        stage = self._stage_of[block]
+        self.optimizer_steps[stage] = max(self.optimizer_steps[stage], steps)
+
+    def optimizer_steps_of(self, block: str) -> int:
+        return self.optimizer_steps[self._stage_of[block]]
+
     def places(self, block: str, version: int) -> dict[str, RawTensor] | None:
         """Where a block's tensors lie in host memory, writable, by state name: a span that is not used yet is filled
         there without a copy. None on a device that is not the host.
@@ -233,12 +246,14 @@ class HeldSpan:
             self.optimizer.step(vector, number=step + 1, learning_rate=learning_rate, clip_factor=clip_factor)
         self.zero_gradients()
         self.version = step + 1
+        self.optimizer_steps = dict.fromkeys(self.optimizer_steps, self.version)
 
     def step_stage(self, stage: int, number: int, learning_rate: float, clip_factor: float) -> None:
         """One optimizer step of one stage, where each counts its own; its accumulators are zero afterwards."""
         vector = self.vectors[stage_group(stage)]
         self.optimizer.step(vector, number=number, learning_rate=learning_rate, clip_factor=clip_factor)
         vector.gradient.zero_()
+        self.optimizer_steps[stage] = number
 
 
 def _ordered(module: StageModule, block_order: Iterable[str]) -> Iterator[tuple[str, str, Tensor]]:

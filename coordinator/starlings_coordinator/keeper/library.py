@@ -47,6 +47,7 @@ class StateLibrary:
             version,
             block,
             tuple(StateTensor(name, t.data_type, t.shape, t.data) for name, t in sorted(tensors.items())),
+            self._optimizer_steps(version, block) if optimizer else 0,
         )
         found.header()  # hashes every tensor once, here in the caller's thread
         with self._lock:
@@ -57,18 +58,27 @@ class StateLibrary:
 
     def tensors(self, version: int, block: str, *, optimizer: bool) -> Mapping[str, RawTensor]:
         """Raises NotHeld when it is absent or damaged."""
-        url: str | Path = self._weights if version == 0 else self._checkpoint_url
         try:
-            manifest = self._manifest(url, version)
-            return read_block(url, version, block, optimizer=optimizer, manifest=manifest)
+            manifest = self._manifest(version)
+            return read_block(self._url(version), version, block, optimizer=optimizer, manifest=manifest)
         except (CheckpointError, OSError) as error:
             raise NotHeld(str(error)) from None
 
-    def _manifest(self, url: str | Path, version: int) -> Manifest:
+    def _optimizer_steps(self, version: int, block: str) -> int:
+        """Of a block that was just read."""
+        try:
+            return self._manifest(version).blocks[block].optimizer_steps
+        except (CheckpointError, KeyError, OSError) as error:
+            raise NotHeld(str(error)) from None
+
+    def _url(self, version: int) -> str | Path:
+        return self._weights if version == 0 else self._checkpoint_url
+
+    def _manifest(self, version: int) -> Manifest:
         with self._lock:
             known = self._manifests.get(version)
         if known is None:
-            known = load_manifest(url, version)
+            known = load_manifest(self._url(version), version)
             with self._lock:
                 self._manifests[version] = known
         return known

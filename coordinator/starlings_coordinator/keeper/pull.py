@@ -17,7 +17,13 @@ from starlings_protos.channels import peer_channel
 from starlings_protos.errors import clean_text
 from starlings_protos.identity import Identity
 from starlings_protos.messages import Peer, SignedAssignment
-from starlings_protos.state_transfer import OpenTransfer, StateTensor, StateTransferError, fetch_block
+from starlings_protos.state_transfer import (
+    FetchedBlock,
+    OpenTransfer,
+    StateTensor,
+    StateTransferError,
+    fetch_block,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +68,7 @@ class Puller:
         reference: Mapping[str, RawTensor],
         digest: str,
         limit_bytes: int,
-    ) -> dict[str, StateTensor]:
+    ) -> FetchedBlock:
         """One block with its optimizer's tensors, from the first donor that delivers what it should.
 
         Args:
@@ -78,7 +84,7 @@ class Puller:
         failures: list[str] = []
         while left:
             try:
-                tensors = await fetch_block(
+                fetched = await fetch_block(
                     dict(left),
                     version=version,
                     block=block,
@@ -88,9 +94,9 @@ class Puller:
                 )
             except StateTransferError as error:
                 raise PullError("; ".join(failures) or str(error)) from None
-            flaw = await asyncio.to_thread(_flaw, tensors, reference, digest)
+            flaw = await asyncio.to_thread(_flaw, fetched.tensors, reference, digest)
             if not flaw:
-                return tensors
+                return fetched
             culprit = delivered[-1]
             failures.append(f"{culprit}: {flaw}")
             logger.warning("block %s at version %d from %s: %s", block, version, culprit, flaw)

@@ -76,7 +76,7 @@ async def save(
     try:
         for source in order.blocks:
             reference = await asyncio.to_thread(library.tensors, 0, source.block, optimizer=False)
-            tensors = await puller.block(
+            fetched = await puller.block(
                 order.version,
                 source.block,
                 source.donors,
@@ -84,9 +84,9 @@ async def save(
                 digest=source.digest,
                 limit_bytes=profile.block_limit_bytes(),
             )
-            await _in_thread(writer.add_block, source.block, tensors)
+            await _in_thread(writer.add_block, source.block, fetched.tensors, fetched.optimizer_steps)
             # Before the next one is fetched: one block at a time.
-            del tensors, reference
+            del fetched, reference
         facts = {"tokens": order.tokens, **order.owner.facts, "job_digest": order.job_digest}
         library.changed()
         manifest = await _in_thread(writer.finish, facts)

@@ -127,6 +127,8 @@ class SpanLoaded:
     plan_version: int
     version: int
     block_digests: Mapping[str, str]
+    # By held stage, how many steps the optimizer has made whose state was loaded; without one, as many as `version`.
+    optimizer_steps: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from starlings_protos.messages import Assignment, Ready, StepCommitted, WorkerId
@@ -68,6 +68,8 @@ class Placement:
         # What the last Load was for: its outcome counts only then.
         self._loading: Assignment | None = None
         self._loaded_digests: tuple[int, dict[str, str]] = (-1, {})
+        # By stage: of the optimizer whose state came with the weights.
+        self._loaded_steps: Mapping[int, int] = {}
         self._load_failures = 0
         self.load_again_at_s: float | None = None
 
@@ -224,11 +226,12 @@ class Placement:
 
     def _begin_stream(self, assignment: Assignment, version: int, now_s: float) -> None:
         if self._stream is not None:
-            self._stream.begin(assignment, version, now_s)
+            self._stream.begin(assignment, version, now_s, self._loaded_steps)
 
     def span_loaded(self, event: SpanLoaded, now_s: float) -> None:
         assignment = self.assignment
         assert assignment is not None
+        self._loaded_steps = event.optimizer_steps
         if assignment.observer:
             self.observing.loaded(self.plan_version)
             return

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlings_protos.messages import Assignment, MicrobatchKey, StateReport, StateWanted
@@ -109,14 +109,19 @@ class Stream:
 
     # ------------------------------------------------------------------ beginning and end
 
-    def begin(self, assignment: Assignment, version: int, now_s: float) -> None:
-        """The span is on the device, as it was at step `version` of the job."""
+    def begin(
+        self, assignment: Assignment, version: int, now_s: float, optimizer_steps: Mapping[int, int]
+    ) -> None:
+        """The span is on the device, as it was at step `version` of the job.
+
+        Args:
+            optimizer_steps: by stage, what the optimizer has made whose state came with it; without one, `version`.
+        """
         self._now_s = now_s
         self._stage_count = len(assignment.stages)
         stages = assignment.span.stages
-        # A replica has made fewer steps than the job where others share its work. What follows from the number is the
-        # bias of young moments, which is gone by then.
-        self.steps = dict.fromkeys(stages, version)
+        # Those of the donor, not of the job: the bias of young moments follows from the number.
+        self.steps = {stage: optimizer_steps.get(stage, version) for stage in stages}
         self.added = dict.fromkeys(stages, 0)
         self.norms = {}
         self._delays = {}
