@@ -58,6 +58,29 @@ def test_each_worker_has_its_steps_their_age_and_its_meetings(reply: control_pb2
     assert not any(word in row[reply.workers[2].worker_id] for word in ("most", " of "))
 
 
+def test_a_round_that_averaged_a_part_or_went_without_somebody_says_so(
+    reply: control_pb2.StatusReply,
+) -> None:
+    stage = reply.exchanges[0]
+    for replica in stage.replicas:
+        replica.last.slot, replica.last.fraction = 8, 1.0
+        replica.last.result = control_pb2.SWAP_RESULT_COMMITTED
+    assert " %" not in drawn(status.exchange_lines(reply.exchanges))
+    last = stage.replicas[0].last
+    last.fraction = 0.9996
+    last.dropped.add(worker_id="w3", reason="its contribution did not come in time")
+    text = drawn(status.exchange_lines(reply.exchanges))
+    # Rounded down: what lacks something is never whole.
+    assert "slot 8 averaged 99.9 %" in text
+    assert "slot 8 went without w3 (its contribution did not come in time)" in text
+    # An older round is not the newest.
+    stage.replicas[1].last.slot = 9
+    assert " %" not in drawn(status.exchange_lines(reply.exchanges))
+    assert (
+        stage.replicas[0].last.fraction == as_dict(reply)["exchanges"][0]["replicas"][0]["last"]["fraction"]
+    )
+
+
 def test_what_is_trained_twice_or_lost_is_said(reply: control_pb2.StatusReply) -> None:
     said = "samples 12.3 k trained; 8 more than once, at most; 16 gone with lost replicas"
     assert said in drawn(status.status_panel(reply, [], []))

@@ -6,71 +6,23 @@ Devices take a fixed time per microbatch, most of which they sleep: so slots are
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from starlings.demo.kill import child_of, kill_at_once
-from starlings_protos import control_pb2
-from starlings_protos.pair_messages import SoloReason, SwapResult
+from starlings_protos.pair_messages import SoloReason
 from starlings_worker.core.pairing.swap import PairTimings
+from support.rounds_seen import COMMITTED, SOLO, Rounds, watch
 from swarms import LiveSwarm, freeze, job_text, prepared_job, thaw
 
 BATCH, LENGTH = 8, 32
 TRAIN = {"schedule": "async", "batch": BATCH, "microbatch": 2, "inner_batch": 2, "lr": 3e-3}
 PASS_S = 0.1
-COMMITTED, SOLO = int(SwapResult.COMMITTED), int(SwapResult.SOLO)
 # What a machine that has other things to do adds to everything.
 LATE_S = 3.0
-
-
-class Rounds:
-    """What replicas of stage 0 say of their swaps, as status replies come in. Called with each of them."""
-
-    def __init__(self) -> None:
-        # By worker, slot and swap; and when it was seen first.
-        self.outcomes: dict[tuple[str, int, int], control_pb2.RoundOutcome] = {}
-        self.seen_s: dict[tuple[str, int, int], float] = {}
-        self.tokens: dict[str, int] = {}
-        self.slot = 0
-        self.averaged = 0
-
-    def __call__(self, reply: control_pb2.StatusReply) -> None:
-        self.tokens = {worker.worker_id: worker.tokens for worker in reply.workers}
-        for stage in reply.exchanges:
-            self.slot, self.averaged = stage.slot, stage.rounds_averaged
-            for replica in stage.replicas:
-                key = (replica.worker_id, replica.last.slot, replica.last.swap)
-                if replica.HasField("last") and key not in self.outcomes:
-                    self.outcomes[key] = replica.last
-                    self.seen_s[key] = time.monotonic()
-
-    def of(self, worker_id: str, since_slot: int = 0) -> list[control_pb2.RoundOutcome]:
-        return [o for (w, slot, _), o in self.outcomes.items() if w == worker_id and slot >= since_slot]
-
-    def table(self) -> str:
-        """For people who look for why a test failed."""
-        return "\n".join(
-            f"{w} slot {slot}.{swap} with {o.partner or '-'}: {SwapResult(o.result).name} "
-            f"{SoloReason(o.solo_reason).name} {o.detail} {o.fraction} distance {o.distance:.3g} in {o.seconds:.2f} s"
-            for (w, slot, swap), o in sorted(self.outcomes.items(), key=lambda item: item[0][1:])
-        )
-
-
-def watch(
-    swarm: LiveSwarm, rounds: Rounds, until: Callable[[control_pb2.StatusReply], object], within_s: float
-) -> control_pb2.StatusReply:
-    def look(reply: control_pb2.StatusReply) -> object:
-        rounds(reply)
-        return until(reply)
-
-    try:
-        return swarm.wait(look, within_s)
-    except AssertionError:
-        print(rounds.table())
-        raise
 
 
 def test_two_replicas_average_beside_training_and_come_together(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ seen before it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -225,12 +226,27 @@ def exchange_lines(exchanges: Sequence[control_pb2.StageExchanges], limit: int =
             text.append(f"; {short(replica.worker_id)} alone {replica.alone_in_a_row}x", style="yellow")
             if why := alone_words(replica.last):
                 text.append(f" ({why})", style="yellow")
+        text.append(partial_words(stage), style="yellow")
         for replica in stage.replicas:
             if replica.suspect:
                 text.append(f"; {short(replica.worker_id)} is suspect", style="red")
     if len(exchanges) > limit:
         text.append(f"\n... and {len(exchanges) - limit} more stages", style="dim")
     return text
+
+
+def partial_words(stage: control_pb2.StageExchanges) -> str:
+    """How much of the vector the stage's newest round averaged, and without whom; "" when it was all with all."""
+    last = [r.last for r in stage.replicas if r.last.result == control_pb2.SWAP_RESULT_COMMITTED]
+    if not last:
+        return ""
+    newest = max(last, key=lambda outcome: outcome.slot)
+    least = min(outcome.fraction for outcome in last if outcome.slot == newest.slot)
+    without = ", ".join(
+        f"{clean_text(short(d.worker_id), 12)} ({clean_text(d.reason, 60)})" for d in newest.dropped[:2]
+    )
+    words = f"; slot {newest.slot} averaged {math.floor(1000 * least) / 10:g} %" if least < 1 else ""
+    return words + (f"; slot {newest.slot} went without {without}" if without else "")
 
 
 def alone_words(outcome: control_pb2.RoundOutcome) -> str:
