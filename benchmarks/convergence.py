@@ -71,6 +71,8 @@ HELD_OUT, EVALUATE_TOGETHER = 256, 32
 # Steps that become one point of a curve.
 SMOOTHED_STEPS = 25
 SEQUENCE_TOKENS = 64
+# Passes of a training that is as long are compiled.
+COMPILED_STEPS = 500
 
 GAPS = {
     ("long pairs", "long allreduce"): (0.03, "pairs above allreduce at equal tokens"),
@@ -108,12 +110,15 @@ def run(one: Row, folder: Path, prepared: Path, seed: int, rate: float, held_out
     begin = time.process_time()
     batches = text.held_out(held_out, EVALUATE_TOGETHER)
     refused = rounds_done = 0
+    compiled = one.steps >= COMPILED_STEPS
     if one.synchronous:
-        losses = train_synchronously(swarm, text, train, compute=Stacked(swarm).train, **until)
+        losses = train_synchronously(
+            swarm, text, train, compute=Stacked(swarm, compiled=compiled).train, **until
+        )
         sent_bytes, alone = swarm.exchange_bytes, math.nan
     else:
         rounds = rounds_of(swarm, one.rules, Course(one.steps, seed, one.lag))
-        losses = train_locally(swarm, text, train, rounds, delayed=one.delayed, **until)
+        losses = train_locally(swarm, text, train, rounds, delayed=one.delayed, compiled=compiled, **until)
         alone = swarm.evaluate(0, batches, through_codec=False)
         rounds.finish()
         sent_bytes, refused, rounds_done = rounds.sent_bytes, rounds.refused, rounds.rounds
@@ -144,7 +149,7 @@ def make_warm_start(folder: Path, prepared: Path, seed: int, rate: float) -> dic
         seed=seed,
         steps=WARM_STEPS,
         steps_total=WARM_STEPS + row("warm", "allreduce").steps,
-        compute=Stacked(swarm).train,
+        compute=Stacked(swarm, compiled=True).train,
     )
     (vector,) = swarm.workers[0].held.vectors.values()
     part = _warm_file(folder, seed).with_suffix(".part")

@@ -39,6 +39,7 @@ def train_locally(
     steps_total: int = 0,
     delayed: bool = False,
     deal: Deal | None = None,
+    compiled: bool = False,
 ) -> list[float]:
     """Trains without a barrier; returns each step's mean loss over the replicas. The final average is the caller's
     (`rounds.finish`).
@@ -49,11 +50,12 @@ def train_locally(
         delayed: microbatches travel through the stages one hop per step, so that a gradient is as many steps old as its
             way back is long.
         deal: which samples each replica trains on in a step; left out, everybody draws from everything.
+        compiled: as in `Stacked`.
     """
     replicas = len(swarm.replicas)
     if train.microbatch * replicas != train.batch:
         raise ValueError(f"{train.batch} samples are no {replicas} microbatches of {train.microbatch}")
-    pipelines, clips = _Pipelines(swarm, delayed), _Clips(swarm)
+    pipelines, clips = _Pipelines(swarm, delayed, compiled), _Clips(swarm)
     done = [swarm.workers[0].held.version] * swarm.setup.stages
     losses: list[float] = []
     for step in range(first_step, first_step + steps):
@@ -90,8 +92,8 @@ class _Way:
 class _Pipelines:
     """The stages of all replicas, in step. Undelayed, a microbatch passes all of them at once."""
 
-    def __init__(self, swarm: Swarm, delayed: bool) -> None:
-        self._stacked = Stacked(swarm)
+    def __init__(self, swarm: Swarm, delayed: bool, compiled: bool) -> None:
+        self._stacked = Stacked(swarm, compiled=compiled)
         self._delayed = delayed
         self._count = swarm.setup.stages
         self._forward: list[deque[_Way]] = [deque() for _ in range(self._count)]

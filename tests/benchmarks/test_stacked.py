@@ -53,12 +53,15 @@ def assert_same_gradients(swarm: Swarm, other: Swarm) -> None:
                 )
 
 
-@pytest.mark.parametrize("stages", [1, 3])
-def test_gradients_are_those_of_the_engines_passes(text: Text, stages: int) -> None:
+# Compiling takes a minute.
+@pytest.mark.parametrize(
+    ("stages", "compiled"), [(1, False), (3, False), pytest.param(1, True, marks=pytest.mark.slow)]
+)
+def test_gradients_are_those_of_the_engines_passes(text: Text, stages: int, compiled: bool) -> None:
     swarm, stacked = make_swarm(text, stages), make_swarm(text, stages)
     denominators = [100.0, 200.0, 300.0]
     expected = swarm.train_all(batches(text), denominators)
-    compute = Stacked(stacked)
+    compute = Stacked(stacked, compiled=compiled)
     assert compute.train(batches(text), denominators) == pytest.approx(expected, rel=1e-6)
     assert_same_gradients(swarm, stacked)
     # A second microbatch is added to the first one's.
