@@ -94,6 +94,20 @@ def test_a_fleet_is_played_with_workers_that_come_and_go(files: tuple[Path, Path
     assert "forward and backward passes" in text
 
 
+def test_flows_can_be_asked_for_and_say_the_same(files: tuple[Path, Path]) -> None:
+    job, fleet = files
+    answers = {}
+    for mode in ("--flow", "--exact"):
+        arguments = ["simulate", str(job), "--fleet", str(fleet), "--hours", "0.05", "--churn", "none"]
+        done = CliRunner().invoke(app, [*arguments, mode, "--json"])
+        assert done.exit_code == 0, done.output
+        answers[mode] = json.loads(done.stdout.splitlines()[-1])
+    flow, exact = answers["--flow"], answers["--exact"]
+    assert (flow["mode"], exact["mode"]) == ("flow", "exact")
+    assert flow["tokens_per_s_training"] == pytest.approx(exact["tokens_per_s_training"], rel=0.05)
+    assert set(flow) == set(exact)
+
+
 def test_what_is_wrong_is_said_with_the_fix(files: tuple[Path, Path]) -> None:
     job, fleet = files
     done = CliRunner().invoke(app, ["simulate", str(job), "--fleet", str(fleet), "--churn", "nowhere.json"])

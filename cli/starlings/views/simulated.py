@@ -59,7 +59,8 @@ def _headline(answer: Mapping[str, Any]) -> Text:
         f"{duration(answer['virtual_s'])} of virtual time, {count(answer['tokens'])} tokens "
         f"({count(answer['tokens_per_s_training'])}/s once it trained), {answer['workers_on_average']:.1f} workers on "
         f"average, {answer['utilisation']:.0%} of their time computing, {answer['plans']} plans, "
-        f"{answer['samples_repeated']} samples repeated, {answer['samples_unmerged']} unmerged; ",
+        f"{answer['samples_repeated']} samples repeated, {answer['samples_unmerged']} unmerged"
+        f"{', as flows' if answer['mode'] == 'flow' else ''}; ",
         (str(answer["phase"]), "bold"),
     )
 
