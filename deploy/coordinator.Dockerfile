@@ -2,7 +2,7 @@
 # The coordinator with planner and keeper: no torch. From the top of the repository:
 #
 #   docker build -f deploy/coordinator.Dockerfile -t starlings-coordinator .
-#   docker run -d --init -v starlings-job:/job -p 7700:7700 -p 7701:7701 -p 7703:7703 starlings-coordinator \
+#   docker run -d --init -v starlings-job:/job -p 7700:7700 -p 7701:7701 -p 7703:7703 -p 7704:7704 starlings-coordinator \
 #     coordinator /job --no-invite --host swarm.example.org
 #   docker exec CONTAINER starlings invite create --job /job
 #
@@ -22,7 +22,7 @@ USER 10001:10001
 WORKDIR /job
 
 # Control, enrolment, keeper: all three must be reachable for volunteers.
-EXPOSE 7700 7701 7703
+EXPOSE 7700 7701 7703 7704
 
 # It answers its owner over mTLS out of the core's state.
 HEALTHCHECK --interval=30s --timeout=20s --start-period=120s --start-interval=3s --retries=3 \

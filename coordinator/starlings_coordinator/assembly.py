@@ -36,6 +36,7 @@ from starlings_coordinator.options import (
 )
 from starlings_coordinator.owner import OwnerDesk
 from starlings_coordinator.planner_link import PlannerLink
+from starlings_coordinator.reach.desk import ReachDesk, RelaySettings
 from starlings_coordinator.service import ControlService
 from starlings_coordinator.sessions import Ending, SessionTable
 from starlings_coordinator.signing import AssignmentSigner
@@ -64,6 +65,7 @@ logger = logging.getLogger(__name__)
 DATABASE_FILE = "core.sqlite"
 ENDPOINTS_FILE = "coordinator.json"
 KEEPER_PORT_OFFSET = 3
+RELAY_PORT_OFFSET = 4
 RENEWALS_EVERY_S = 20.0
 # Calls under way may end within this time when the servers stop.
 SERVER_GRACE_S = 2.0
@@ -167,7 +169,16 @@ class Coordinator:
             log_path=logs / "keeper.log",
             post=self._post_keeper,
         )
-        self.children = (planner.child, keeper.child)
+        self.reach = ReachDesk(
+            RelaySettings(options.listen_host, self._ports()[3], self.hosts),
+            authority=authority.ca,
+            revoked=lambda: authority.revoked_workers,
+            log_path=logs / "relay.log",
+            tell_keeper=keeper.reroute,
+            announce=self._heard_of_relay,
+        )
+        keeper.routes = self.reach.book.routes
+        self.children = (planner.child, keeper.child, self.reach.child)
         self.dispatcher = Dispatcher(
             sessions=self.sessions,
             signer=self.signer,
@@ -183,10 +194,17 @@ class Coordinator:
             own = lambda: authority.identity(COORDINATOR)  # noqa: E731
             self.bulletin = Bulletin(core, clock, job.spec.bus, own, self._heard_of_bus)
         detokenise = detokeniser(job.records.meta.tokenizer, options.directory)
-        self.owner = OwnerDesk(core, self.loop, authority, clock, job.records, detokenise, self.bulletin)
+        self.owner = OwnerDesk(
+            core, self.loop, authority, clock, job.records, detokenise, self.bulletin, self.reach.book
+        )
         self.control = make_server(CONTROL, [RoleGuard(CONTROL_POLICY, authority.refuse)])
         service = ControlService(
-            self.loop, self.sessions, self.owner, clock, lambda: core.membership.heartbeat_interval_s
+            self.loop,
+            self.sessions,
+            self.owner,
+            clock,
+            lambda: core.membership.heartbeat_interval_s,
+            self.reach,
         )
         control_pb2_grpc.add_ControlServicer_to_server(service, self.control)
         self.enrolment = make_server(ENROLMENT)
@@ -211,15 +229,22 @@ class Coordinator:
         logger.info("%s", line)
         self.observer("announce", {"kind": "bus", "text": line})
 
-    def _ports(self) -> tuple[int, int, int]:
-        """Control, enrolment, keeper; 0 = any."""
+    def _heard_of_relay(self, text: str) -> None:
+        logger.warning("relay: %s", text)
+        self.observer("announce", {"kind": "relay", "text": text})
+
+    def _ports(self) -> tuple[int, int, int, int]:
+        """Control, enrolment, keeper, relay; 0 = any."""
         chosen, ports = self.options, self.job.spec.network.ports
         control = ports.control if chosen.control_port is None else chosen.control_port
         enrolment = ports.enrolment if chosen.enrolment_port is None else chosen.enrolment_port
         keeper = chosen.keeper_port
         if keeper is None:
             keeper = min(control + KEEPER_PORT_OFFSET, 65535) if control else 0
-        return control, enrolment, keeper
+        relay = chosen.relay_port
+        if relay is None:
+            relay = min(control + RELAY_PORT_OFFSET, 65535) if control else 0
+        return control, enrolment, keeper, relay
 
     def _keeper_settings(self) -> KeeperSettings:
         spec, options = self.job.spec, self.options
@@ -237,7 +262,7 @@ class Coordinator:
 
     def open_ports(self) -> Endpoints:
         """Raises PortBusy or UsageError."""
-        host, (control, enrolment, _) = self.options.listen_host, self._ports()
+        host, (control, enrolment, *_) = self.options.listen_host, self._ports()
         credentials = server_credentials(lambda: self.authority.identity(COORDINATOR))
         killed = Endpoints.of_killed(self.options.directory / "owner" / ENDPOINTS_FILE)
         before = (port_of(killed.control), port_of(killed.enrolment)) if killed is not None else (0, 0)

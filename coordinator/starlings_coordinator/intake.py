@@ -21,10 +21,17 @@ from google.protobuf.message import Message
 from starlings_protos import control_pb2
 from starlings_protos.convert import body_from_proto, field_hints, plain
 from starlings_protos.errors import RefusedError, clean_text
-from starlings_protos.identity import KEEPER
+from starlings_protos.identity import KEEPER, RELAY
 from starlings_protos.invite import parse_address
-from starlings_protos.messages import Heartbeat, PeerUnreachable, ProbeReport, Refusal, ToCoordinator
+from starlings_protos.messages import (
+    Heartbeat,
+    PeerUnreachable,
+    ProbeReport,
+    Refusal,
+    ToCoordinator,
+)
 from starlings_protos.pair_messages import RoundOutcome
+from starlings_protos.reach_messages import ReachReport
 
 R = TypeVar("R")
 _SCALARS = (str, bytes, int, float)
@@ -33,6 +40,8 @@ TEXT_LIMIT_CHARACTERS = 400
 # Blocks of the largest profile, routes, microbatches of a step: none has more entries.
 ENTRIES_LIMIT = 16384
 ADDRESSES_LIMIT = 16
+# A worker holds tunnels to two at once, and may be changing.
+RELAYS_LIMIT = 4
 _WORKER_ID = re.compile(r"w[0-9a-f]{16}")
 # A gradient or a loss that is not finite is a fact about the training, and the core's to judge.
 _MAY_BE_INFINITE = frozenset({"loss_sum", "squared_norm"})
@@ -56,6 +65,11 @@ def received(message: control_pb2.ToCoordinator) -> ToCoordinator:
     record = checked(record)
     if isinstance(record, ProbeReport):
         _check_addresses(record.addresses)
+    if isinstance(record, ReachReport):
+        _check_addresses(record.addresses + record.relay_addresses)
+        for relay_id in record.relays[:RELAYS_LIMIT]:
+            _check_id(relay_id)
+        record = dataclasses.replace(record, relays=record.relays[:RELAYS_LIMIT])
     if isinstance(record, PeerUnreachable):
         _check_id(record.worker_id)
     if isinstance(record, RoundOutcome) and record.partner:
@@ -168,5 +182,5 @@ def _check_addresses(addresses: tuple[str, ...]) -> None:
 
 
 def _check_id(worker_id: str) -> None:
-    if not _WORKER_ID.fullmatch(worker_id) and worker_id != KEEPER.id:
+    if not _WORKER_ID.fullmatch(worker_id) and worker_id not in (KEEPER.id, RELAY.id):
         raise RefusedError(Refusal.MALFORMED, f"{worker_id[:40]!r} is no worker's id.")

@@ -23,6 +23,7 @@ from starlings_protos.authority import CertificateAuthority
 from starlings_protos.convert import to_proto
 from starlings_protos.identity import KEEPER, Identity, key_from_pem
 from starlings_protos.invite import parse_address
+from starlings_protos.reach_messages import Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class KeeperLink:
         self._identity: Identity | None = None
         self._signed_at_wall_s = 0.0
         self._saving: int | None = None
+        # All that is known of how workers are reached: for a keeper that starts.
+        self.routes: Callable[[], Routes] = Routes
         # A restarted keeper takes the port that workers were told, if it can.
         self._port = settings.listen_port
         self.child: Child[process_pb2.ToKeeper, process_pb2.FromKeeper] = Child(
@@ -83,6 +86,12 @@ class KeeperLink:
             self._saving = effect.version
         else:
             self._post(CheckpointFailed(effect.version, "the keeper is not running"))
+
+    def reroute(self, routes: Routes) -> None:
+        """How some workers are reached now."""
+        message = process_pb2.ToKeeper()
+        to_proto(routes, message.routes)
+        self.child.send(message)
 
     def renew(self) -> None:
         """Called now and then: keeps the keeper's claim and certificate ahead of their expiry."""
@@ -124,6 +133,8 @@ class KeeperLink:
             wall_time_s=now_wall_s,
         )
         self.child.send(process_pb2.ToKeeper(start=start))
+        if (known := self.routes()).routes:
+            self.reroute(known)
 
     def _said(self, message: process_pb2.FromKeeper) -> None:
         match message.WhichOneof("body"):

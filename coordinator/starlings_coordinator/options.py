@@ -22,7 +22,8 @@ class CoordinatorOptions:
         directory: the prepared job's directory; the log, the CA and the checkpoints are kept in it.
         job_file: read instead of the copy in `directory`; needed when the directory is not prepared yet.
         listen_host: address of this machine to listen on; "" = all.
-        control_port, enrolment_port, keeper_port: 0 = any free one. The keeper's default is the control port + 3.
+        control_port, enrolment_port, keeper_port, relay_port: 0 = any free one. The keeper's default is the control
+            port + 3, the relay's + 4.
         advertise: hosts for invites and for the keeper's addresses.
         store_url: `postgresql://...` instead of the SQLite file in `directory`.
         invite_lifetime_s, invite_uses: of the first invite; 0 = a day, any number. `first_invite` False: none is made.
@@ -35,6 +36,7 @@ class CoordinatorOptions:
     control_port: int | None = None
     enrolment_port: int | None = None
     keeper_port: int | None = None
+    relay_port: int | None = None
     advertise: tuple[str, ...] = ()
     store_url: str | None = None
     first_invite: bool = True

@@ -17,11 +17,12 @@ from starlings_coordinator.detokenise import Detokenise
 from starlings_coordinator.enrolment import EnrolmentAuthority
 from starlings_coordinator.leases import PROMPT_TOKENS, Records
 from starlings_coordinator.loop import CoreLoop
+from starlings_coordinator.reach.book import ReachBook
 from starlings_protos import control_pb2
 from starlings_protos.convert import to_proto
 from starlings_protos.errors import RefusedError, clean_text
 from starlings_protos.messages import Refusal, WorkerId
-from starlings_protos.status import StatusReply
+from starlings_protos.status import StatusReply, WorkerStatus
 
 SHORTEST_INTERVAL_S = 0.1
 LONGEST_INTERVAL_S = 60.0
@@ -67,6 +68,7 @@ class OwnerDesk:
         records: Records,
         detokenise: Detokenise,
         bulletin: Bulletin | None = None,
+        reach: ReachBook | None = None,
     ) -> None:
         self._core = core
         self._loop = loop
@@ -75,6 +77,7 @@ class OwnerDesk:
         self._records = records
         self._detokenise = detokenise
         self._bulletin = bulletin
+        self._reach = reach
         self._sample: tuple[object, str] = (None, "")
         self._watchers = 0
         self._built: StatusReply | None = None
@@ -86,11 +89,19 @@ class OwnerDesk:
         return headline(self._core)
 
     def status(self, after_event: int = 0, after_step: int = -1) -> StatusReply:
+        found = trimmed(self._whole(), after_event, after_step)
         return replace(
-            trimmed(self._whole(), after_event, after_step),
+            found,
+            workers=tuple(map(self._with_reach, found.workers)),
             sample_text=self._sample_text(),
             bus=self._bulletin.health() if self._bulletin is not None else None,
         )
+
+    def _with_reach(self, worker: WorkerStatus) -> WorkerStatus:
+        if self._reach is None:
+            return worker
+        reach, relays = self._reach.reach(worker.worker_id), self._reach.relays_of(worker.worker_id)
+        return replace(worker, reach=reach.value, relays=relays) if reach.value else worker
 
     def _whole(self) -> StatusReply:
         """The same for all who ask within moments: with many workers it takes long to make."""

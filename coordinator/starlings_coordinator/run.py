@@ -167,6 +167,7 @@ async def _running(parts: Coordinator) -> AsyncIterator[None]:
 
     background = [asyncio.create_task(guard(child.run())) for child in parts.children]
     background += [asyncio.create_task(guard(parts.renew())), asyncio.create_task(guard(parts.report()))]
+    background.append(asyncio.create_task(guard(parts.reach.run())))
     if parts.bulletin is not None:
         background.append(asyncio.create_task(guard(parts.bulletin.run())))
     main = asyncio.create_task(guard(parts.loop.run()))

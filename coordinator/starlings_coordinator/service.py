@@ -21,12 +21,14 @@ from starlings_coordinator.intake import received
 from starlings_coordinator.loop import CoreLoop
 from starlings_coordinator.owner import OwnerDesk
 from starlings_coordinator.rates import Rate, Throttle
+from starlings_coordinator.reach.desk import ReachDesk
 from starlings_coordinator.sessions import Ending, SessionTable, TooManySessions, WorkerSession
 from starlings_protos import control_pb2, control_pb2_grpc
 from starlings_protos.errors import RefusedError, abort, abort_with
 from starlings_protos.identity import PeerIdentity
-from starlings_protos.messages import Heartbeat, Hello, Refusal, WorkerId
-from starlings_protos.peers import Context, peer_identity
+from starlings_protos.messages import Heartbeat, Hello, PeerUnreachable, Refusal, WorkerId
+from starlings_protos.peers import Context, peer_host, peer_identity
+from starlings_protos.reach_messages import ReachReport
 from starlings_protos.telemetry import Telemetry
 
 R = TypeVar("R")
@@ -51,12 +53,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
         owner: OwnerDesk,
         clock: Clock,
         heartbeat_interval_s: Callable[[], float],
+        reach: ReachDesk | None = None,
     ) -> None:
         self._loop = loop
         self._sessions = sessions
         self._owner = owner
         self._clock = clock
         self._heartbeat_interval_s = heartbeat_interval_s
+        self._reach = reach
 
     # ------------------------------------------------------------------ workers
 
@@ -79,6 +83,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         finally:
             session.end(Ending(None, "the stream is over"))
             self._sessions.close(session)
+            if self._reach is not None:
+                self._reach.closed(session)
             await asyncio.shield(self._loop.post(WorkerDisconnected(session.number, session.worker_id)))
         # A peer that does not read gets its status when it does: gRPC cannot reset a stream from this side. Until then
         # this costs the one message that is on its way.
@@ -147,7 +153,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 self._loop.post_sign(said)
             elif isinstance(record, Telemetry):
                 self._loop.post_sign(said)
+            elif isinstance(record, ReachReport):
+                if self._reach is not None:
+                    self._reach.reported(session, peer_host(context), record)
             else:
+                if isinstance(record, PeerUnreachable) and self._reach is not None:
+                    self._reach.doubted(record.worker_id)
                 await self._loop.post(said)
 
     def _acknowledge(self, session: WorkerSession, now_s: float) -> None:

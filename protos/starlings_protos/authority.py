@@ -45,7 +45,7 @@ _OUR_DOMAIN = "starlings"
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?")
 
-_SERVES = frozenset({Role.WORKER, Role.KEEPER, Role.COORDINATOR})
+_SERVES = frozenset({Role.WORKER, Role.KEEPER, Role.COORDINATOR, Role.RELAY})
 # The coordinator calls its bus's broker.
 _CALLS = frozenset(Role)
 

@@ -51,6 +51,7 @@ CONTROL_MESSAGE_LIMIT_BYTES = 1 << 20
 LEASE_MESSAGE_LIMIT_BYTES = 64 << 20
 # Frames carry at most 1 MiB.
 DATA_MESSAGE_LIMIT_BYTES = 2 << 20
+TUNNEL_MESSAGE_LIMIT_BYTES = 68 << 10
 
 # The largest is a refusal (see errors.MESSAGE_LIMIT_CHARACTERS: up to 4 bytes each, percent-encoded).
 METADATA_LIMIT_BYTES = 16 << 10
@@ -62,6 +63,7 @@ __all__ = [
     "DATA",
     "ENROLMENT",
     "KEEPALIVE_S",
+    "TUNNEL",
     "Transport",
     "bind",
     "client_options",
@@ -113,6 +115,8 @@ CONTROL = Transport(
     server_fits_windows=False,
 )
 DATA = Transport(DATA_MESSAGE_LIMIT_BYTES, DATA_MESSAGE_LIMIT_BYTES, 1024, 4096)
+# To a relay: frames carry at most 64 KiB of a connection, and each tunnel is one call.
+TUNNEL = Transport(TUNNEL_MESSAGE_LIMIT_BYTES, TUNNEL_MESSAGE_LIMIT_BYTES, 8, 8192)
 
 
 def _shared_options(transport: Transport) -> Options:

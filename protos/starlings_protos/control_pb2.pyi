@@ -281,6 +281,7 @@ class ToCoordinator(_message.Message):
     ROUND_OUTCOME_FIELD_NUMBER: _builtins.int
     GROUP_HELD_FIELD_NUMBER: _builtins.int
     GROUP_PREPARED_FIELD_NUMBER: _builtins.int
+    REACH_REPORT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -323,6 +324,8 @@ class ToCoordinator(_message.Message):
     def group_held(self) -> Global___GroupHeld: ...
     @_builtins.property
     def group_prepared(self) -> Global___GroupPrepared: ...
+    @_builtins.property
+    def reach_report(self) -> Global___ReachReport: ...
     def __init__(
         self,
         *,
@@ -347,12 +350,13 @@ class ToCoordinator(_message.Message):
         round_outcome: Global___RoundOutcome | None = ...,
         group_held: Global___GroupHeld | None = ...,
         group_prepared: Global___GroupPrepared | None = ...,
+        reach_report: Global___ReachReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "group_held", b"group_held", "group_prepared", b"group_prepared", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leases_returned", b"leases_returned", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "round_outcome", b"round_outcome", "round_ready", b"round_ready", "stage_report", b"stage_report", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "group_held", b"group_held", "group_prepared", b"group_prepared", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leases_returned", b"leases_returned", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "reach_report", b"reach_report", "ready", b"ready", "round_outcome", b"round_outcome", "round_ready", b"round_ready", "stage_report", b"stage_report", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "group_held", b"group_held", "group_prepared", b"group_prepared", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leases_returned", b"leases_returned", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "ready", b"ready", "round_outcome", b"round_outcome", "round_ready", b"round_ready", "stage_report", b"stage_report", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "catch_up_failed", b"catch_up_failed", "engine_down", b"engine_down", "exchange_failed", b"exchange_failed", "group_held", b"group_held", "group_prepared", b"group_prepared", "heartbeat", b"heartbeat", "hello", b"hello", "lease_request", b"lease_request", "leases_returned", b"leases_returned", "leaving", b"leaving", "microbatch_done", b"microbatch_done", "microbatch_failed", b"microbatch_failed", "peer_unreachable", b"peer_unreachable", "prepared", b"prepared", "probe_report", b"probe_report", "reach_report", b"reach_report", "ready", b"ready", "round_outcome", b"round_outcome", "round_ready", b"round_ready", "stage_report", b"stage_report", "state_report", b"state_report", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "probe_report", "ready", "lease_request", "microbatch_done", "microbatch_failed", "prepared", "state_report", "engine_down", "leaving", "peer_unreachable", "exchange_failed", "catch_up_failed", "telemetry", "stage_report", "leases_returned", "round_ready", "round_outcome", "group_held", "group_prepared"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "probe_report", "ready", "lease_request", "microbatch_done", "microbatch_failed", "prepared", "state_report", "engine_down", "leaving", "peer_unreachable", "exchange_failed", "catch_up_failed", "telemetry", "stage_report", "leases_returned", "round_ready", "round_outcome", "group_held", "group_prepared", "reach_report"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1434,6 +1438,8 @@ class ToWorker(_message.Message):
     GROUP_MATCHED_FIELD_NUMBER: _builtins.int
     GROUP_CLOSED_FIELD_NUMBER: _builtins.int
     GROUP_DECIDED_FIELD_NUMBER: _builtins.int
+    REACH_ORDER_FIELD_NUMBER: _builtins.int
+    ROUTES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -1476,6 +1482,10 @@ class ToWorker(_message.Message):
     def group_closed(self) -> Global___GroupClosed: ...
     @_builtins.property
     def group_decided(self) -> Global___GroupDecided: ...
+    @_builtins.property
+    def reach_order(self) -> Global___ReachOrder: ...
+    @_builtins.property
+    def routes(self) -> Global___Routes: ...
     def __init__(
         self,
         *,
@@ -1500,16 +1510,178 @@ class ToWorker(_message.Message):
         group_matched: Global___GroupMatched | None = ...,
         group_closed: Global___GroupClosed | None = ...,
         group_decided: Global___GroupDecided | None = ...,
+        reach_order: Global___ReachOrder | None = ...,
+        routes: Global___Routes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "group_closed", b"group_closed", "group_decided", b"group_decided", "group_matched", b"group_matched", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "refused", b"refused", "retain", b"retain", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "group_closed", b"group_closed", "group_decided", b"group_decided", "group_matched", b"group_matched", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "reach_order", b"reach_order", "refused", b"refused", "retain", b"retain", "routes", b"routes", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "group_closed", b"group_closed", "group_decided", b"group_decided", "group_matched", b"group_matched", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "refused", b"refused", "retain", b"retain", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "group_closed", b"group_closed", "group_decided", b"group_decided", "group_matched", b"group_matched", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "reach_order", b"reach_order", "refused", b"refused", "retain", b"retain", "routes", b"routes", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "assignment", "assignment_renewed", "lease_grant", "step_restarted", "exchange_opened", "step_committed", "state_wanted", "finish", "refused", "standby", "heartbeat_ack", "retain", "swarm_progress", "microbatch_voided", "training_paused", "slot_clock", "pair_matched", "group_matched", "group_closed", "group_decided"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "assignment", "assignment_renewed", "lease_grant", "step_restarted", "exchange_opened", "step_committed", "state_wanted", "finish", "refused", "standby", "heartbeat_ack", "retain", "swarm_progress", "microbatch_voided", "training_paused", "slot_clock", "pair_matched", "group_matched", "group_closed", "group_decided", "reach_order", "routes"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___ToWorker: _TypeAlias = ToWorker  # noqa: Y015
+
+@_typing.final
+class ReachReport(_message.Message):
+    """---------------------------------------------------------------- who can be reached, and how
+
+    Where a worker may be reached; said after Welcome and whenever it changes. The coordinator dials back.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    RELAY_ADDRESSES_FIELD_NUMBER: _builtins.int
+    RELAYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Its data plane "host:port", in the order to try; empty while no engine listens."""
+
+    @_builtins.property
+    def relay_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where it relays for others, if it agreed to: "host:port"."""
+
+    @_builtins.property
+    def relays(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the relays where it holds a tunnel and listens, the best first."""
+
+    def __init__(
+        self,
+        *,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+        relay_addresses: _abc.Iterable[_builtins.str] | None = ...,
+        relays: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "relay_addresses", b"relay_addresses", "relays", b"relays"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReachReport: _TypeAlias = ReachReport  # noqa: Y015
+
+@_typing.final
+class ReachOrder(_message.Message):
+    """What came of dialling back, and what to do about it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEEN_HOST_FIELD_NUMBER: _builtins.int
+    REACHED_FIELD_NUMBER: _builtins.int
+    RELAYS_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    seen_host: _builtins.str
+    """The worker's own address as the coordinator sees it; a router's, where there is one between."""
+    why: _builtins.str
+    """For people: why it is not reachable."""
+    @_builtins.property
+    def reached(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses at which the coordinator's relay reached it."""
+
+    @_builtins.property
+    def relays(self) -> _containers.RepeatedCompositeFieldContainer[Global___RelayPlace]:
+        """Hold tunnels to the first of these relays that can be had, two at most; empty: nobody needs one."""
+
+    def __init__(
+        self,
+        *,
+        seen_host: _builtins.str = ...,
+        reached: _abc.Iterable[_builtins.str] | None = ...,
+        relays: _abc.Iterable[Global___RelayPlace] | None = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reached", b"reached", "relays", b"relays", "seen_host", b"seen_host", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReachOrder: _TypeAlias = ReachOrder  # noqa: Y015
+
+@_typing.final
+class RelayPlace(_message.Message):
+    """A relay, and where it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELAY_ID_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    relay_id: _builtins.str
+    """A worker's id, or "relay": the coordinator's. Its certificate must answer."""
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"host:port", in the order to try."""
+
+    def __init__(
+        self,
+        *,
+        relay_id: _builtins.str = ...,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "relay_id", b"relay_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayPlace: _TypeAlias = RelayPlace  # noqa: Y015
+
+@_typing.final
+class Routes(_message.Message):
+    """How some workers are reached: replaces what was said of them before. Who is never named is where its plan says."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Route]: ...
+    def __init__(
+        self,
+        *,
+        routes: _abc.Iterable[Global___Route] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["routes", b"routes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Routes: _TypeAlias = Routes  # noqa: Y015
+
+@_typing.final
+class Route(_message.Message):
+    """How one worker is reached."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    RELAYS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where it was reached from outside, to be tried before the plan's; empty when it was not."""
+
+    @_builtins.property
+    def relays(self) -> _containers.RepeatedCompositeFieldContainer[Global___RelayPlace]:
+        """Relays where it listens, the best first."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+        relays: _abc.Iterable[Global___RelayPlace] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "relays", b"relays", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Route: _TypeAlias = Route  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
@@ -2940,6 +3112,8 @@ class WorkerStatus(_message.Message):
     STALENESS_FIELD_NUMBER: _builtins.int
     STALENESS_MOST_FIELD_NUMBER: _builtins.int
     GRADIENTS_STALE_FIELD_NUMBER: _builtins.int
+    REACH_FIELD_NUMBER: _builtins.int
+    RELAYS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     device: _builtins.str
     """As in Hello."""
@@ -2964,6 +3138,8 @@ class WorkerStatus(_message.Message):
     """The greatest so far."""
     gradients_stale: _builtins.int
     """Gradients that were too old to be added here."""
+    reach: _builtins.str
+    """How peers reach it: "direct", "relayed", "partly" (some through a relay), "unreachable"; empty when not known yet."""
     @_builtins.property
     def span(self) -> _common_pb2.Span:
         """Absent when the worker holds nothing."""
@@ -2979,6 +3155,10 @@ class WorkerStatus(_message.Message):
     @_builtins.property
     def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Spent so far by kind, "compute", "serialise", "send", "wait"; as above."""
+
+    @_builtins.property
+    def relays(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Relays where it can be reached, the best first."""
 
     def __init__(
         self,
@@ -3000,10 +3180,12 @@ class WorkerStatus(_message.Message):
         staleness: _builtins.float = ...,
         staleness_most: _builtins.int = ...,
         gradients_stale: _builtins.int = ...,
+        reach: _builtins.str = ...,
+        relays: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "device", b"device", "device_class", b"device_class", "gossip_peers", b"gossip_peers", "gradients_stale", b"gradients_stale", "inner_steps", b"inner_steps", "memory_bytes", b"memory_bytes", "planned_memory_bytes", b"planned_memory_bytes", "reason", b"reason", "seconds", b"seconds", "span", b"span", "staleness", b"staleness", "staleness_most", b"staleness_most", "state", b"state", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "device", b"device", "device_class", b"device_class", "gossip_peers", b"gossip_peers", "gradients_stale", b"gradients_stale", "inner_steps", b"inner_steps", "memory_bytes", b"memory_bytes", "planned_memory_bytes", b"planned_memory_bytes", "reach", b"reach", "reason", b"reason", "relays", b"relays", "seconds", b"seconds", "span", b"span", "staleness", b"staleness", "staleness_most", b"staleness_most", "state", b"state", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,8 @@ class Role(enum.StrEnum):
     KEEPER = "keeper"
     OBSERVER = "observer"
     COORDINATOR = "coordinator"
+    # The coordinator's own relay; workers that relay are workers.
+    RELAY = "relay"
 
 
 _ID_OF_ROLE = {
@@ -52,6 +54,7 @@ _ID_OF_ROLE = {
     Role.OWNER: re.compile("owner"),
     Role.KEEPER: re.compile("keeper"),
     Role.COORDINATOR: re.compile("coordinator"),
+    Role.RELAY: re.compile("relay"),
 }
 
 
@@ -79,16 +82,17 @@ class PeerIdentity:
 OWNER = PeerIdentity("owner", Role.OWNER)
 KEEPER = PeerIdentity("keeper", Role.KEEPER)
 COORDINATOR = PeerIdentity("coordinator", Role.COORDINATOR)
+RELAY = PeerIdentity("relay", Role.RELAY)
 
 
 def server_name_of(worker_id: str) -> str:
-    """The TLS name of a worker or of the keeper, for a client that knows only the id.
+    """The TLS name of a worker, of the keeper or of the coordinator's relay, for a client that knows only the id.
 
     Raises:
         ValueError: no such id can exist.
     """
-    if not (_ID_OF_ROLE[Role.WORKER].fullmatch(worker_id) or worker_id == KEEPER.id):
-        raise ValueError(f"{worker_id!r} is neither a worker's id nor the keeper's")
+    if not (_ID_OF_ROLE[Role.WORKER].fullmatch(worker_id) or worker_id in (KEEPER.id, RELAY.id)):
+        raise ValueError(f"{worker_id!r} is neither a worker's id nor the keeper's nor the relay's")
     return f"{worker_id}{_SUFFIX}"
 
 

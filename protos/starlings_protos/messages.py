@@ -18,6 +18,7 @@ from starlings_protos.group_messages import (
     GroupPrepared,
 )
 from starlings_protos.pair_messages import PairMatched, RoundOutcome, RoundReady, SlotClock
+from starlings_protos.reach_messages import ReachOrder, ReachReport, Routes
 from starlings_protos.stream_messages import (
     LeasesReturned,
     MicrobatchVoided,
@@ -203,6 +204,7 @@ ToCoordinator = (
     | RoundOutcome
     | GroupHeld
     | GroupPrepared
+    | ReachReport
 )
 
 # ------------------------------------------------------------------ coordinator -> worker
@@ -382,6 +384,8 @@ ToWorker = (
     | GroupMatched
     | GroupClosed
     | GroupDecided
+    | ReachOrder
+    | Routes
 )
 
 # ------------------------------------------------------------------ data plane headers

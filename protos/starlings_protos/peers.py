@@ -40,6 +40,8 @@ DATA_POLICY: Policy = {
     "/starlings.v1.Data/TellPair": frozenset({Role.WORKER}),
     "/starlings.v1.Data/FetchState": frozenset({Role.WORKER, Role.KEEPER}),
 }
+# On a relay's port: who may reach others through it. The ends check each other themselves.
+RELAY_POLICY: Policy = {"/starlings.v1.Relay/Tunnel": frozenset({Role.WORKER, Role.KEEPER})}
 
 
 def peer_identity(context: Context) -> PeerIdentity:

@@ -926,6 +926,7 @@ class ToKeeper(_message.Message):
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
+    ROUTES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___StartKeeper: ...
     @_builtins.property
@@ -940,6 +941,10 @@ class ToKeeper(_message.Message):
     def certificate(self) -> Global___RenewedCertificate:
         """Before the old one expires."""
 
+    @_builtins.property
+    def routes(self) -> _control_pb2.Routes:
+        """How some workers are reached, beside what donors' addresses say."""
+
     def __init__(
         self,
         *,
@@ -948,12 +953,13 @@ class ToKeeper(_message.Message):
         shutdown: Global___Shutdown | None = ...,
         assignment: _control_pb2.SignedAssignment | None = ...,
         certificate: Global___RenewedCertificate | None = ...,
+        routes: _control_pb2.Routes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "body", b"body", "certificate", b"certificate", "save", b"save", "shutdown", b"shutdown", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "body", b"body", "certificate", b"certificate", "routes", b"routes", "save", b"save", "shutdown", b"shutdown", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "body", b"body", "certificate", b"certificate", "save", b"save", "shutdown", b"shutdown", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "body", b"body", "certificate", b"certificate", "routes", b"routes", "save", b"save", "shutdown", b"shutdown", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start", "save", "shutdown", "assignment", "certificate"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start", "save", "shutdown", "assignment", "certificate", "routes"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1221,3 +1227,262 @@ class CheckpointFailed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckpointFailed: _TypeAlias = CheckpointFailed  # noqa: Y015
+
+@_typing.final
+class ToRelay(_message.Message):
+    """---------------------------------------------------------------- coordinator or supervisor <-> its relay
+
+    Everything that a relay is told.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    SHUTDOWN_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    DIAL_BACK_FIELD_NUMBER: _builtins.int
+    SHUT_OUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start(self) -> Global___StartRelay: ...
+    @_builtins.property
+    def shutdown(self) -> Global___Shutdown: ...
+    @_builtins.property
+    def certificate(self) -> Global___RenewedCertificate: ...
+    @_builtins.property
+    def dial_back(self) -> Global___DialBack: ...
+    @_builtins.property
+    def shut_out(self) -> Global___ShutOut: ...
+    def __init__(
+        self,
+        *,
+        start: Global___StartRelay | None = ...,
+        shutdown: Global___Shutdown | None = ...,
+        certificate: Global___RenewedCertificate | None = ...,
+        dial_back: Global___DialBack | None = ...,
+        shut_out: Global___ShutOut | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "certificate", b"certificate", "dial_back", b"dial_back", "shut_out", b"shut_out", "shutdown", b"shutdown", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "certificate", b"certificate", "dial_back", b"dial_back", "shut_out", b"shut_out", "shutdown", b"shutdown", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start", "shutdown", "certificate", "dial_back", "shut_out"]  # noqa: Y015
+    _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
+
+Global___ToRelay: _TypeAlias = ToRelay  # noqa: Y015
+
+@_typing.final
+class StartRelay(_message.Message):
+    """First message: as whom it relays, where, and how much."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_PEM_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
+    CA_PEM_FIELD_NUMBER: _builtins.int
+    LISTEN_HOST_FIELD_NUMBER: _builtins.int
+    LISTEN_PORT_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    key_pem: _builtins.bytes
+    """PEM: key, certificate and the job's CA; the coordinator's relay has its own, a worker's that of the worker."""
+    certificate_pem: _builtins.bytes
+    ca_pem: _builtins.bytes
+    listen_host: _builtins.str
+    """Where to listen: host, port (0 = any)."""
+    listen_port: _builtins.int
+    bytes_per_s: _builtins.float
+    """What it passes on at most, bytes/s; 0 = without limit."""
+    def __init__(
+        self,
+        *,
+        key_pem: _builtins.bytes = ...,
+        certificate_pem: _builtins.bytes = ...,
+        ca_pem: _builtins.bytes = ...,
+        listen_host: _builtins.str = ...,
+        listen_port: _builtins.int = ...,
+        bytes_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "ca_pem", b"ca_pem", "certificate_pem", b"certificate_pem", "key_pem", b"key_pem", "listen_host", b"listen_host", "listen_port", b"listen_port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartRelay: _TypeAlias = StartRelay  # noqa: Y015
+
+@_typing.final
+class DialBack(_message.Message):
+    """Try whether a worker can be reached from here: its certificate must answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"host:port", all at once."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DialBack: _TypeAlias = DialBack  # noqa: Y015
+
+@_typing.final
+class ShutOut(_message.Message):
+    """A worker whose certificate was revoked: its tunnels are closed, and no new ones opened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShutOut: _TypeAlias = ShutOut  # noqa: Y015
+
+@_typing.final
+class FromRelay(_message.Message):
+    """Everything that a relay says."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STARTED_FIELD_NUMBER: _builtins.int
+    DIALLED_BACK_FIELD_NUMBER: _builtins.int
+    FIGURES_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def started(self) -> Global___RelayStarted: ...
+    @_builtins.property
+    def dialled_back(self) -> Global___DialledBack: ...
+    @_builtins.property
+    def figures(self) -> Global___RelayFigures: ...
+    @_builtins.property
+    def failed(self) -> Global___EngineFailed:
+        """The last words."""
+
+    def __init__(
+        self,
+        *,
+        started: Global___RelayStarted | None = ...,
+        dialled_back: Global___DialledBack | None = ...,
+        figures: Global___RelayFigures | None = ...,
+        failed: Global___EngineFailed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "dialled_back", b"dialled_back", "failed", b"failed", "figures", b"figures", "started", b"started"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "dialled_back", b"dialled_back", "failed", b"failed", "figures", b"figures", "started", b"started"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["started", "dialled_back", "figures", "failed"]  # noqa: Y015
+    _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
+
+Global___FromRelay: _TypeAlias = FromRelay  # noqa: Y015
+
+@_typing.final
+class RelayStarted(_message.Message):
+    """The port is open."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PORT_FIELD_NUMBER: _builtins.int
+    port: _builtins.int
+    """The one that was asked for, or another one where that is taken."""
+    def __init__(
+        self,
+        *,
+        port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayStarted: _TypeAlias = RelayStarted  # noqa: Y015
+
+@_typing.final
+class DialledBack(_message.Message):
+    """Answer to DialBack."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    REACHED_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    failure: _builtins.str
+    """Of the first of the others, for people: what happened there."""
+    @_builtins.property
+    def reached(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of the addresses asked for, those at which the worker answered."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        reached: _abc.Iterable[_builtins.str] | None = ...,
+        failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "reached", b"reached", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DialledBack: _TypeAlias = DialledBack  # noqa: Y015
+
+@_typing.final
+class RelayFigures(_message.Message):
+    """Said every few seconds while something changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TUNNELS_FIELD_NUMBER: _builtins.int
+    CONNECTIONS_FIELD_NUMBER: _builtins.int
+    CARRIED_BYTES_FIELD_NUMBER: _builtins.int
+    WAITING_BYTES_FIELD_NUMBER: _builtins.int
+    CPU_S_FIELD_NUMBER: _builtins.int
+    tunnels: _builtins.int
+    """Open now."""
+    connections: _builtins.int
+    """That go through them."""
+    carried_bytes: _builtins.int
+    """Passed on so far."""
+    waiting_bytes: _builtins.int
+    """In buffers now."""
+    cpu_s: _builtins.float
+    """Of this process so far."""
+    def __init__(
+        self,
+        *,
+        tunnels: _builtins.int = ...,
+        connections: _builtins.int = ...,
+        carried_bytes: _builtins.int = ...,
+        waiting_bytes: _builtins.int = ...,
+        cpu_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carried_bytes", b"carried_bytes", "connections", b"connections", "cpu_s", b"cpu_s", "tunnels", b"tunnels", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayFigures: _TypeAlias = RelayFigures  # noqa: Y015

@@ -55,6 +55,8 @@ class WorkerStatus:
     staleness: float = 0.0
     staleness_most: int = 0
     gradients_stale: int = 0
+    reach: str = ""
+    relays: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

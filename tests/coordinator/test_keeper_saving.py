@@ -220,11 +220,11 @@ async def test_donor_that_dies_in_the_middle_is_replaced_where_it_stopped(
     offsets: list[int] = []
     real = Puller._frames
 
-    def broken(self: Puller, worker_id: str, address: str, request: Any) -> Any:
+    def broken(self: Puller, peer: Peer, request: Any) -> Any:
         offsets.append(request.offset)
-        if worker_id != first.worker_id:
-            return real(self, worker_id, address, request)
-        return _until_chunk(real(self, worker_id, address, request))
+        if peer.worker_id != first.worker_id:
+            return real(self, peer, request)
+        return _until_chunk(real(self, peer, request))
 
     monkeypatch.setattr(Puller, "_frames", broken)
     monkeypatch.setattr("starlings_protos.state_transfer.CHUNK_BYTES", 4096)

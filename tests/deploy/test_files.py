@@ -32,7 +32,7 @@ from support.deploy_files import (
 IMAGES = [("coordinator.Dockerfile", None), ("worker.Dockerfile", "cpu"), ("worker.Dockerfile", "cuda")]
 UNITS = ["starlings-coordinator.service", "starlings-worker.service"]
 # Control, enrolment, keeper, and the first of the workers' own.
-CONTROL, ENROLMENT, KEEPER, DATA = 7700, 7701, 7703, 7710
+CONTROL, ENROLMENT, KEEPER, RELAY, DATA = 7700, 7701, 7703, 7704, 7710
 BROKER_UNIT = "starlings-broker.service"
 
 
@@ -139,6 +139,7 @@ def test_ports_are_the_documented_ones():
         "| control | 7700 |",
         "| enrolment | 7701 |",
         "| keeper | control + 3 |",
+        "| relay | control + 4 |",
         "| worker data | 7710 upward |",
     ):
         assert row in text
@@ -149,10 +150,15 @@ def test_ports_are_the_documented_ones():
         file: [int(p) for i in target(DEPLOY / file, name) if i.name == "EXPOSE" for p in i.words]
         for file, name in IMAGES
     }
-    assert exposed == {"coordinator.Dockerfile": [CONTROL, ENROLMENT, KEEPER], "worker.Dockerfile": [DATA]}
-    assert compose()["services"]["coordinator"]["ports"] == [f"{p}:{p}" for p in (CONTROL, ENROLMENT, KEEPER)]
+    assert exposed == {
+        "coordinator.Dockerfile": [CONTROL, ENROLMENT, KEEPER, RELAY],
+        "worker.Dockerfile": [DATA],
+    }
+    assert compose()["services"]["coordinator"]["ports"] == [
+        f"{p}:{p}" for p in (CONTROL, ENROLMENT, KEEPER, RELAY)
+    ]
     page = (DEPLOY / "README.md").read_text("utf-8")
-    known = {CONTROL, ENROLMENT, KEEPER, DATA}
+    known = {CONTROL, ENROLMENT, KEEPER, RELAY, DATA}
     assert {int(p) for p in re.findall(r"\b77\d\d\b", page)} == known
     assert {(int(a), int(b)) for a, b in re.findall(r"-p (\d+):(\d+)", page)} == {(p, p) for p in known}
 

@@ -26,12 +26,15 @@ from starlings_protos import (
     messages,
     pair_messages,
     process_pb2,
+    reach_messages,
+    relay_pb2,
     status,
     stream_messages,
     telemetry,
 )
+from starlings_protos.relay import frames as relay_frames
 
-MODULES = (common_pb2, control_pb2, data_pb2, process_pb2)
+MODULES = (common_pb2, control_pb2, data_pb2, process_pb2, relay_pb2)
 RECORDS: dict[str, type] = {
     name: value
     for name, value in (
@@ -41,6 +44,8 @@ RECORDS: dict[str, type] = {
         | vars(stream_messages)
         | vars(status)
         | vars(telemetry)
+        | vars(reach_messages)
+        | vars(relay_frames)
     ).items()
     if isinstance(value, type) and dataclasses.is_dataclass(value)
 }

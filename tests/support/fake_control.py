@@ -14,6 +14,7 @@ from starlings_protos.errors import abort
 from starlings_protos.identity import COORDINATOR, Identity, PeerIdentity, Role, key_id, key_to_pem, new_key
 from starlings_protos.invite import Address
 from starlings_protos.messages import Heartbeat, Hello, Refusal, ToCoordinator, ToWorker, Welcome
+from starlings_protos.reach_messages import ReachReport
 from starlings_worker.membership import Membership
 
 T = TypeVar("T")
@@ -27,6 +28,7 @@ class FakeControl(control_pb2_grpc.ControlServicer):
         self.inbox: asyncio.Queue[ToCoordinator] = asyncio.Queue()
         self.hellos: list[Hello] = []
         self.heartbeats: list[Heartbeat] = []
+        self.reach_reports: list[ReachReport] = []
         # Answered to the next Hellos instead of a Welcome.
         self.refusals: list[Refusal] = []
         self.incarnation = 1
@@ -76,6 +78,8 @@ class FakeControl(control_pb2_grpc.ControlServicer):
             record = convert.body_from_proto(message, ToCoordinator)
             if isinstance(record, Heartbeat):
                 self.heartbeats.append(record)
+            elif isinstance(record, ReachReport):
+                self.reach_reports.append(record)
             else:
                 self.inbox.put_nowait(record)
 

@@ -196,6 +196,9 @@ async def test_a_lost_stream_comes_back_as_the_same_life(bench: Bench):
     assert first.session_nonce == second.session_nonce != 0
     assert second.job_digest == "d1"
     assert len(bench.engines()) == 1
+    # Where it listens is said on each stream.
+    await bench.until(lambda: len(bench.control.reach_reports) >= 2)
+    assert bench.control.reach_reports[-1].addresses == ("127.0.0.1:9",)
 
 
 async def test_a_refusal_that_time_may_cure_is_tried_again(bench: Bench):

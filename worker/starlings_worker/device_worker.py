@@ -34,8 +34,9 @@ from starlings_worker.errors import ExitCode, WorkerError
 from starlings_worker.handing_over import HandingOver
 from starlings_worker.lock import lock_directory
 from starlings_worker.membership import Membership
-from starlings_worker.narrator import Narrator
+from starlings_worker.narrator import Narrator, last_line
 from starlings_worker.options import WorkerEvent, WorkerOptions
+from starlings_worker.reach import WorkerReach
 from starlings_worker.reports import Reports
 
 # Exit code of a worker that was told to end at once: what shells report for a program that Ctrl-C ended.
@@ -88,6 +89,14 @@ class DeviceWorker:
             self._hinted,
         )
         self._reports = Reports(self._say_now, self._look_after_engine, self._bus, self._rng)
+        self._reach = WorkerReach(
+            self._identity,
+            options.listen_host,
+            lambda: self._keeper.addresses if self._keeper is not None else (),
+            lambda report: self._stream is not None and self._stream.say(report),
+            self._narrator,
+            self._rng,
+        )
         self._job_digest = ""
         # What to tell the coordinator when the stream is up: the engine's end.
         self._untold_end: EngineDown | None = None
@@ -122,9 +131,8 @@ class DeviceWorker:
             self._narrator.worker_id = enrolled.membership.worker_id
             if enrolled.notice:
                 self._narrator.tell("notice", enrolled.notice)
-            self._narrator.tell(
-                "joined", f"This machine takes part in {enrolled.membership.job} as {self.worker_id}."
-            )
+            text = f"This machine takes part in {enrolled.membership.job} as {self.worker_id}."
+            self._narrator.tell("joined", text)
             await self._prepare_engine(enrolled.membership)
             tasks += [
                 self._task(self._keep_engine()),
@@ -141,6 +149,7 @@ class DeviceWorker:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._reach.close()
             if self._handing_over is not None:
                 await self._handing_over.end()
             await asyncio.to_thread(self._bus.close)
@@ -195,9 +204,8 @@ class DeviceWorker:
         self._leaving = reason
         self._bus.leaving(reason)
         within_s = self._options.drain_s
-        self._narrator.tell(
-            "leaving", f"Leaving in order: {reason}. A second signal ends the worker at once."
-        )
+        text = f"Leaving in order: {reason}. A second signal ends the worker at once."
+        self._narrator.tell("leaving", text)
         loop = asyncio.get_running_loop()
         if self._engine is not None and self._engine.welcomed:
             drain = process_pb2.Drain(reason=reason, within_s=within_s)
@@ -268,13 +276,13 @@ class DeviceWorker:
         elif end.finished:
             self._end_well(end.reason)
         elif self._leaving is not None:
-            self._end_well(f"{self._leaving}; {_last_line(end.reason)}")
+            self._end_well(f"{self._leaving}; {last_line(end.reason)}")
         elif self._finish is not None:
             self._finished_without_engine()
         else:
             if self._stream is not None:
                 await self._stream.flush(LAST_WORDS_WITHIN_S)
-            self._end_badly(WorkerError(end.exit_code, _last_line(end.reason)))
+            self._end_badly(WorkerError(end.exit_code, last_line(end.reason)))
 
     async def _hand_over(self, left: process_pb2.HandedOver) -> None:
         """The device is free. What the engine left is served until Finish comes or the time is up."""
@@ -318,7 +326,7 @@ class DeviceWorker:
             self._stream.say(EngineDown("its device is free already, because it leaves", False))
 
     def _engine_crashed(self, end: EngineEnd, restarting: bool) -> None:
-        text = _last_line(end.reason)
+        text = last_line(end.reason)
         self._narrator.tell("engine_down", text, {"restarting": restarting})
         down = EngineDown(text, restarting)
         self._bus.reported(control_pb2.ToCoordinator(engine_down=control_pb2.EngineDown(reason=text)))
@@ -331,6 +339,7 @@ class DeviceWorker:
         match message.WhichOneof("body"):
             case "started":
                 self._narrator.engine_started(message.started)
+                self._reach.report()
                 if self._welcome is not None:
                     self._background(self._pass_welcome())
             case "control":
@@ -395,6 +404,8 @@ class DeviceWorker:
         if kind == "welcome":
             await self._welcomed(message.welcome)
             return
+        if self._reach.heard(message):
+            return
         if kind == "finish":
             self._finish = message.finish
             asyncio.get_running_loop().call_later(FINISH_WITHIN_S, self._finished_without_engine)
@@ -413,10 +424,10 @@ class DeviceWorker:
         self._clock = CoordinatorClock.learnt(welcome.wall_time_s, time.monotonic())
         self._reports.welcomed(welcome)
         self._bus.open(welcome.job_json)
+        self._reach.report()
         if self._welcome is None:
-            self._narrator.tell(
-                "connected", "The coordinator has welcomed this worker.", {"incarnation": welcome.incarnation}
-            )
+            text = "The coordinator has welcomed this worker."
+            self._narrator.tell("connected", text, {"incarnation": welcome.incarnation})
         elif self._cut_off:
             self._narrator.tell("connected", "The coordinator is back.", {"incarnation": welcome.incarnation})
         self._cut_off = False
@@ -438,7 +449,8 @@ class DeviceWorker:
         if engine is None or welcome is None or self._keeper is None or self._keeper.started is None:
             return
         engine.welcome()
-        await engine.pass_on(control_pb2.ToWorker(welcome=welcome))
+        for message in (control_pb2.ToWorker(welcome=welcome), *self._reach.kept):
+            await engine.pass_on(message)
         await engine.send(process_pb2.ToEngine(link=process_pb2.ControlLink(up=True)))
         if self._leaving is not None:
             drain = process_pb2.Drain(reason=self._leaving, within_s=self._options.drain_s)
@@ -486,9 +498,3 @@ class DeviceWorker:
         await keep_renewed(
             self._membership, self._directory, deliver, report=lambda text: self._narrator.tell("log", text)
         )
-
-
-def _last_line(text: str) -> str:
-    """Of a traceback the line that says what happened."""
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "no reason given"

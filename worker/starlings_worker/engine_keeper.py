@@ -97,6 +97,11 @@ class EngineKeeper:
         # The same, also while the next engine is on its way.
         self.known: process_pb2.EngineStarted | None = None
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of the data port, also while the next engine is on its way."""
+        return tuple(self.known.addresses) if self.known is not None else ()
+
     async def run(self, on_crash: Callable[[EngineEnd, bool], None], wanted: Callable[[], bool]) -> EngineEnd:
         """Returns the end that is not followed by a restart.
 

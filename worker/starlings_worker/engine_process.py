@@ -25,6 +25,7 @@ from starlings_protos.errors import StarlingsError
 from starlings_protos.identity import Identity
 from starlings_protos.messages import HeartbeatAck, Welcome, WorkerId
 from starlings_protos.peers import DATA_POLICY, RoleGuard
+from starlings_protos.reach_messages import Routes
 from starlings_worker.addresses import reachable_addresses
 from starlings_worker.core.effects import Stop
 from starlings_worker.device import Device, open_device
@@ -147,6 +148,9 @@ class EngineProcess:
                     self._welcomed(record)
                 elif isinstance(record, HeartbeatAck):
                     self._service.set_clock(self._clock_from(record.wall_time_s))
+                elif isinstance(record, Routes):
+                    if self._links is not None:
+                        self._links.reroute(record.routes)
                 elif self._life is not None:
                     self._life.control(record)
             case "link":

@@ -1,30 +1,32 @@
 """Connections to peers and donors: the only way in which anything of this worker opens a channel to another.
 
-One channel per peer. Addresses are hints, tried in order; the certificate decides, so a changed address or a
-relay changes nothing for callers. A failed push says whether the receiver certainly did not take it.
+One channel per peer, by whichever way answers (`relay/paths.py`); the certificate decides, so a changed address or a
+relay changes nothing for callers. A relayed link is moved to a direct way when one answers: new calls take it, and
+those under way end on the old one. A failed push says whether the receiver certainly did not take it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TypeVar
 
 import grpc
 import grpc.aio
 
-from starlings_protos import channels, convert, data_pb2, data_pb2_grpc, frames
+from starlings_protos import convert, data_pb2, data_pb2_grpc, frames
 from starlings_protos.assignments import assignment_metadata
 from starlings_protos.errors import refused_error
 from starlings_protos.identity import Identity
 from starlings_protos.messages import Peer, Receipt, Refusal, SignedAssignment, WorkerId
 from starlings_protos.pair_messages import PairWord
+from starlings_protos.reach_messages import Route
+from starlings_protos.relay.paths import UPGRADE_EVERY_S, NoPath, Path, Paths
 from starlings_worker.meters import Meters
 from starlings_worker.uplink import Uplink, give_way
 
 T = TypeVar("T")
-# A connection (TCP and TLS) that takes longer is given up; the next address is tried.
-CONNECT_S = 5.0
 # A transfer in which nothing moves for this long is broken off: the peer is frozen, or the way to it is.
 STALL_S = 10.0
 # A word is answered at once, or not at all.
@@ -68,10 +70,15 @@ class _AnswerLost(Exception):
 class Link:
     """An open connection to one peer."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
-        self.channel = channel
-        self.address = address
-        self.stub = data_pb2_grpc.DataStub(channel)
+    def __init__(self, path: Path) -> None:
+        self.channel = path.channel
+        self.address = path.address
+        # "" when it is direct.
+        self.relay_id = path.relay_id
+        self.stub = data_pb2_grpc.DataStub(path.channel)
+        # Calls under way, and whether it closes with the last of them.
+        self.calls = 0
+        self.retired = False
 
     @property
     def usable(self) -> bool:
@@ -87,8 +94,12 @@ class Links:
         meters: Meters,
         stall_s: float = STALL_S,
         uplink: Uplink | None = None,
+        upgrade_every_s: float = UPGRADE_EVERY_S,
     ) -> None:
         self._identity = identity
+        self._paths = Paths(lambda: self._identity)
+        self._upgrade_every_s = upgrade_every_s
+        self._upgrading: asyncio.Task[None] | None = None
         self._uplink = uplink or Uplink()
         self._meters = meters
         self._stall_s = stall_s
@@ -106,19 +117,26 @@ class Links:
     def update(self, peers: Iterable[Peer]) -> None:
         """The peers and donors of a new plan; links to all others are closed."""
         self._peers = {peer.worker_id: peer for peer in peers}
+        self._paths.plan(self._peers.values())
         for worker_id, link in list(self._links.items()):
-            if link.address not in self._addresses(worker_id):
+            gone = worker_id not in self._peers
+            if gone or (not link.relay_id and link.address not in self._paths.addresses(worker_id)):
                 self._drop(worker_id)
         self._locks = {w: lock for w, lock in self._locks.items() if w in self._peers or lock.locked()}
+
+    def reroute(self, routes: Iterable[Route]) -> None:
+        """Where some workers can be reached beside what plans say."""
+        self._paths.reroute(routes)
+
+    @property
+    def relayed(self) -> dict[WorkerId, str]:
+        """Peers that are reached through a relay now, and through which."""
+        return {w: link.relay_id for w, link in self._links.items() if link.relay_id and link.usable}
 
     def incarnation_of(self, worker_id: WorkerId) -> int:
         """The life of that worker that the plan knows; 0 when it is not in the plan."""
         peer = self._peers.get(worker_id)
         return peer.incarnation if peer is not None else 0
-
-    def _addresses(self, worker_id: WorkerId) -> tuple[str, ...]:
-        peer = self._peers.get(worker_id)
-        return peer.addresses if peer is not None else ()
 
     def set_assignment(self, signed: SignedAssignment) -> None:
         """What every call shows from now on."""
@@ -129,16 +147,22 @@ class Links:
         self._identity = identity
 
     async def close(self) -> None:
+        if self._upgrading is not None:
+            self._upgrading.cancel()
         for worker_id in list(self._links):
             self._drop(worker_id)
         await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._paths.close()
 
     def _drop(self, worker_id: WorkerId) -> None:
         link = self._links.pop(worker_id, None)
         if link is not None:
-            task = asyncio.get_running_loop().create_task(link.channel.close(grace=0.5))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._close(link)
+
+    def _close(self, link: Link) -> None:
+        task = asyncio.get_running_loop().create_task(link.channel.close(grace=0.5))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     # ---------------------------------------------------------------- connecting
 
@@ -156,27 +180,46 @@ class Links:
             if link is not None and link.usable:
                 return link
             self._drop(worker_id)
-            failures = []
-            for address in self._addresses(worker_id):
-                try:
-                    channel = channels.peer_channel(address, worker_id, self._identity)
-                except ValueError as error:
-                    failures.append(f"{address}: {error}")
-                    continue
-                try:
-                    async with asyncio.timeout(CONNECT_S):
-                        await _ready(channel)
-                except (ConnectionError, TimeoutError) as error:
-                    failures.append(f"{address}: {str(error) or f'no answer within {CONNECT_S:.0f} s'}")
-                    await channel.close()
-                    continue
-                except BaseException:
-                    await channel.close()
-                    raise
-                self._links[worker_id] = link = Link(channel, address)
-                return link
-            reason = "; ".join(failures) or "no address is known"
-            raise PushError(f"no connection to {worker_id}: {reason}", certain=True)
+            try:
+                path = await self._paths.open(worker_id)
+            except NoPath as error:
+                raise PushError(f"no connection to {worker_id}: {error}", certain=True) from None
+            self._links[worker_id] = link = Link(path)
+            if link.relay_id and self._upgrading is None:
+                self._upgrading = asyncio.create_task(self._upgrade())
+            return link
+
+    @contextlib.asynccontextmanager
+    async def _using(self, worker_id: WorkerId) -> AsyncIterator[Link]:
+        """The link for one call: it is not closed by an upgrade until the call has ended. Raises PushError."""
+        link = await self.connect(worker_id)
+        link.calls += 1
+        try:
+            yield link
+        finally:
+            link.calls -= 1
+            if link.retired and not link.calls:
+                self._close(link)
+
+    async def _upgrade(self) -> None:
+        """Now and then the direct ways of all relayed links, until there is none."""
+        while True:
+            await asyncio.sleep(self._upgrade_every_s)
+            await asyncio.gather(*(self._try_direct(worker_id) for worker_id in self.relayed))
+
+    async def _try_direct(self, worker_id: WorkerId) -> None:
+        try:
+            path = await self._paths.open_direct(worker_id)
+        except NoPath:
+            return
+        before = self._links.get(worker_id)
+        if before is None or not before.relay_id:
+            await path.channel.close()
+            return
+        self._links[worker_id] = Link(path)
+        before.retired = True
+        if not before.calls:
+            self._close(before)
 
     # ---------------------------------------------------------------- pushes
 
@@ -222,7 +265,19 @@ class Links:
         kind: str,
         background: Callable[[], None] | None,
     ) -> Receipt:
-        link = await self.connect(to)
+        async with self._using(to) as link:
+            return await self._pushed(link, to, method, header, buffers, kind, background)
+
+    async def _pushed(
+        self,
+        link: Link,
+        to: WorkerId,
+        method: str,
+        header: data_pb2.Header,
+        buffers: Sequence[frames.Buffer],
+        kind: str,
+        background: Callable[[], None] | None,
+    ) -> Receipt:
         call: grpc.aio.StreamUnaryCall[data_pb2.Frame, object] = getattr(link.stub, method)(
             metadata=self._metadata
         )
@@ -285,9 +340,12 @@ class Links:
         Raises:
             PushError: it was refused, or not answered.
         """
-        link = await self.connect(to)
         message = data_pb2.PairWord()
         convert.to_proto(word, message)
+        async with self._using(to) as link:
+            await self._told(link, to, message)
+
+    async def _told(self, link: Link, to: WorkerId, message: data_pb2.PairWord) -> None:
         await self._uplink.leaves(message.ByteSize())
         await self._uplink.travels()
         self._meters.sent("exchange", message.ByteSize())
@@ -310,37 +368,26 @@ class Links:
         Raises:
             PushError: the connection or the transfer failed, or the donor refused.
         """
-        link = await self.connect(donor)
-        call = link.stub.FetchState(request, metadata=self._metadata)
-        try:
-            while True:
-                async with asyncio.timeout(self._stall_s):
-                    frame = await call.read()
-                if not isinstance(frame, data_pb2.Frame):
-                    return
-                yield frame
-        except TimeoutError:
-            raise PushError(f"{donor} sent nothing for {self._stall_s:.0f} s", certain=True) from None
-        except grpc.aio.AioRpcError as error:
-            raise _explained(error, donor) from None
-        finally:
-            call.cancel()
+        async with self._using(donor) as link:
+            call = link.stub.FetchState(request, metadata=self._metadata)
+            try:
+                while True:
+                    async with asyncio.timeout(self._stall_s):
+                        frame = await call.read()
+                    if not isinstance(frame, data_pb2.Frame):
+                        return
+                    yield frame
+            except TimeoutError:
+                raise PushError(f"{donor} sent nothing for {self._stall_s:.0f} s", certain=True) from None
+            except grpc.aio.AioRpcError as error:
+                raise _explained(error, donor) from None
+            finally:
+                call.cancel()
 
 
 def _receipt(message: object) -> Receipt:
     assert isinstance(message, data_pb2.Receipt)
     return convert.from_proto(message, Receipt)
-
-
-async def _ready(channel: grpc.aio.Channel) -> None:
-    """Until the connection stands. Raises ConnectionError as soon as it is clear that it will not."""
-    while True:
-        state = channel.get_state(try_to_connect=True)
-        if state is grpc.ChannelConnectivity.READY:
-            return
-        if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
-            raise ConnectionError("nobody of the job answers there")
-        await channel.wait_for_state_change(state)
 
 
 def _explained(error: grpc.aio.AioRpcError, to: WorkerId) -> PushError:

@@ -104,3 +104,9 @@ class Narrator:
 def _size(byte_count: int) -> str:
     """With a unit that leaves at least one digit before the point."""
     return f"{byte_count / 1e9:.1f} GB" if byte_count >= 1e9 else f"{byte_count / 1e6:.1f} MB"
+
+
+def last_line(text: str) -> str:
+    """Of a traceback the line that says what happened."""
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no reason given"

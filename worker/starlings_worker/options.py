@@ -14,7 +14,7 @@ class WorkerEvent:
     """Something that a person or a program may want to know.
 
     Kinds: "joined", "engine_started", "probed", "plan", "standby", "loading", "training", "step", "finished",
-    "left", "reconnecting", "connected", "engine_down", "renewed", "bus", "log", "failed".
+    "left", "reconnecting", "connected", "engine_down", "renewed", "reach", "bus", "log", "failed".
     """
 
     kind: str

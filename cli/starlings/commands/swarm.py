@@ -51,6 +51,10 @@ def coordinator(
     keeper_port: Annotated[
         int | None, typer.Option(help="Port from which workers fetch weights; the control port + 3.")
     ] = None,
+    relay_port: Annotated[
+        int | None,
+        typer.Option(help="Port through which workers behind routers are reached; the control port + 4."),
+    ] = None,
     store: Annotated[
         str | None, typer.Option(help="postgresql://... instead of a file.", metavar="URL")
     ] = None,
@@ -83,6 +87,7 @@ def coordinator(
         control_port=port,
         enrolment_port=enrolment_port,
         keeper_port=keeper_port,
+        relay_port=relay_port,
         advertise=tuple(host or ()),
         store_url=store,
         first_invite=invite,

@@ -72,6 +72,7 @@ from starlings_protos.messages import (
     WorkerId,
 )
 from starlings_protos.pair_messages import RoundOutcome, RoundReady
+from starlings_protos.reach_messages import ReachReport
 from starlings_protos.status import Event as EventLine
 from starlings_protos.status import StatusReply
 from starlings_protos.stream_messages import LeasesReturned, StageReport
@@ -260,6 +261,8 @@ class Core:
                 self.schedule.round_outcome(member, message)
             case GroupHeld() | GroupPrepared():
                 self.schedule.group_said(member, message)
+            case ReachReport():
+                pass  # The shell's business.
             case _:
                 assert_never(message)
 

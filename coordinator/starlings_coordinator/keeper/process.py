@@ -26,6 +26,7 @@ from starlings_protos.errors import PortBusy
 from starlings_protos.identity import Identity, read_certificate, spki_pin
 from starlings_protos.messages import Peer, SignedAssignment
 from starlings_protos.peers import DATA_POLICY, RoleGuard
+from starlings_protos.reach_messages import Route, Routes
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Keeper:
         self._profile = load_profile(directory)
         self._library = StateLibrary(Path(weights_url(directory)), start.checkpoint_url)
         self._saving: asyncio.Task[None] | None = None
+        self._routes: dict[str, Route] = {}
         self._next: process_pb2.SaveCheckpoint | None = None
         self._server = make_server(DATA, [RoleGuard(DATA_POLICY)])
         admission = Admission(start.job, start.assignment_key_der)
@@ -88,6 +90,9 @@ class Keeper:
             case "certificate":
                 pem = message.certificate.certificate_pem
                 self._identity = Identity.from_pem(self._start.key_pem, pem, self._start.ca_pem)
+            case "routes":
+                for route in from_proto(message.routes, Routes).routes:
+                    self._routes[route.worker_id] = route
             case "shutdown":
                 return False
             case other:
@@ -119,7 +124,9 @@ class Keeper:
     async def _save(self, message: process_pb2.SaveCheckpoint) -> None:
         logger.info("saving version %d", message.version)
         try:
-            async with Puller(lambda: self._identity, lambda: self._assignment) as puller:
+            async with Puller(
+                lambda: self._identity, lambda: self._assignment, routes=self._routes.values
+            ) as puller:
                 written = await save(
                     _order(message, self._owner),
                     puller=puller,

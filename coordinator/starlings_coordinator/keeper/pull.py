@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 import grpc
@@ -13,10 +13,11 @@ from starlings_job.optimizers import kept_tensor
 from starlings_job.state import PARAMETER, RawTensor, block_digest
 from starlings_protos import data_pb2, data_pb2_grpc
 from starlings_protos.assignments import assignment_metadata
-from starlings_protos.channels import peer_channel
 from starlings_protos.errors import clean_text
 from starlings_protos.identity import Identity
 from starlings_protos.messages import Peer, SignedAssignment
+from starlings_protos.reach_messages import Route
+from starlings_protos.relay.paths import NoPath, Paths
 from starlings_protos.state_transfer import (
     FetchedBlock,
     OpenTransfer,
@@ -46,12 +47,17 @@ class Puller:
         assignment: Callable[[], SignedAssignment],
         *,
         stalled_after_s: float = STALLED_AFTER_S,
+        routes: Callable[[], Iterable[Route]] = tuple,
     ) -> None:
-        self._identity = identity
+        """`routes`: how workers are reached, beside what their addresses say; asked before each connection."""
         self._assignment = assignment
         self._stalled_after_s = stalled_after_s
-        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+        self._routes = routes
+        self._paths = Paths(identity)
+        self._peers: dict[str, Peer] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}
         self._stack = AsyncExitStack()
+        self._stack.push_async_callback(self._paths.close)
 
     async def __aenter__(self) -> Puller:
         return self
@@ -106,26 +112,17 @@ class Puller:
     def _opener(self, peer: Peer, delivered: list[str]) -> OpenTransfer:
         async def transfer(request: data_pb2.StateRequest) -> AsyncIterator[data_pb2.Frame]:
             delivered.append(peer.worker_id)
-            if not peer.addresses:
-                raise StateTransferError("it has no address")
-            for position, address in enumerate(peer.addresses):
-                began = False
-                try:
-                    async for frame in self._frames(peer.worker_id, address, request):
-                        began = True
-                        yield frame
-                    return
-                except (grpc.aio.AioRpcError, TimeoutError):
-                    # Another address helps only when this one could not be reached at all.
-                    if began or position == len(peer.addresses) - 1:
-                        raise
+            async for frame in self._frames(peer, request):
+                yield frame
 
         return transfer
 
-    async def _frames(
-        self, worker_id: str, address: str, request: data_pb2.StateRequest
-    ) -> AsyncIterator[data_pb2.Frame]:
-        call = data_pb2_grpc.DataStub(self._channel(worker_id, address)).FetchState(
+    async def _frames(self, peer: Peer, request: data_pb2.StateRequest) -> AsyncIterator[data_pb2.Frame]:
+        try:
+            channel = await self._channel(peer)
+        except NoPath as error:
+            raise StateTransferError(f"it cannot be reached: {error}") from None
+        call = data_pb2_grpc.DataStub(channel).FetchState(
             request, metadata=assignment_metadata(self._assignment())
         )
         try:
@@ -140,11 +137,15 @@ class Puller:
         finally:
             call.cancel()
 
-    def _channel(self, worker_id: str, address: str) -> grpc.aio.Channel:
-        channel = self._channels.get((worker_id, address))
-        if channel is None:
-            channel = peer_channel(address, worker_id, self._identity())
-            self._channels[worker_id, address] = channel
+    async def _channel(self, peer: Peer) -> grpc.aio.Channel:
+        """The open channel to a donor. Raises NoPath."""
+        channel = self._channels.get(peer.worker_id)
+        if channel is None or channel.get_state() is not grpc.ChannelConnectivity.READY:
+            self._peers[peer.worker_id] = peer
+            self._paths.plan(self._peers.values())
+            self._paths.reroute(self._routes())
+            channel = (await self._paths.open(peer.worker_id)).channel
+            self._channels[peer.worker_id] = channel
             self._stack.push_async_callback(channel.close)
         return channel
 

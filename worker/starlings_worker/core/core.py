@@ -36,6 +36,7 @@ from starlings_protos.messages import (
     WorkerId,
 )
 from starlings_protos.pair_messages import PairMatched, SlotClock
+from starlings_protos.reach_messages import ReachOrder, Routes
 from starlings_protos.stream_messages import MicrobatchVoided, SwarmProgress, TrainingPaused
 from starlings_worker.core.admission import Admission, Rejection
 from starlings_worker.core.device import DeviceOutcome, DeviceQueue
@@ -410,9 +411,8 @@ class WorkerCore:
             case StepCommitted():
                 self.training.committed(message)
             case StateWanted():
-                hand_over = message.hand_over and self.draining
-                self.training.state_wanted(replace(message, hand_over=hand_over))
-            case AssignmentRenewed() | Welcome() | HeartbeatAck():
+                self.training.state_wanted(replace(message, hand_over=message.hand_over and self.draining))
+            case AssignmentRenewed() | Welcome() | HeartbeatAck() | ReachOrder() | Routes():
                 pass  # The shell's business.
             case MicrobatchVoided() | TrainingPaused():
                 self.counters["stale_messages"] += 1
