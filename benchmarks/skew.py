@@ -1,11 +1,13 @@
 """What quasi-global momentum brings to gossip when data are unequal (`[data] skew`).
 
-`micro` on the standard library's sources, in one process: the worker's own gossip (one peer after every step, int8) and
-optimizers, and each replica with samples of a shard of its own, as `[data] skew` deals them out; `equal`: everybody
-draws from everything. With local momentum a replica remembers its own gradients; quasi-global momentum remembers where
-gossip took the weights (Lin et al. 2021). Each way has its own best rate, found by runs of another seed. `loss` is of
-the replicas' average on held-out text of all sources, `of one` the mean of the replicas' own; `gain`: against local
-momentum, paired by seed, with its 95 % interval (Student's t).
+Sixteen replicas in one process: the worker's own gossip (one peer after every step, int8) and optimizers, and each
+replica with samples of a shard of its own, as `[data] skew` deals them out; `equal`: everybody draws from everything.
+With local momentum a replica remembers its own gradients; quasi-global momentum remembers where gossip took the weights
+(Lin et al. 2021). `shapes`: the classifier of images, with shards of the eight classes, as there; most replicas see one
+or two of them. `micro`: the standard library's sources, whose folders are much less unlike, since all are Python. Each
+way has its own best rate, found by runs of another seed. `loss` is of the replicas' average on held-out samples of all
+sources, `of one` the mean of the replicas' own; `gain`: against local momentum, paired by seed, with its 95 % interval
+(Student's t).
 
     python benchmarks/skew.py [--quick] [--json FILE] [--dir DIR] [--jobs N]
 """
@@ -13,11 +15,14 @@ momentum, paired by seed, with its 95 % interval (Student's t).
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,13 +43,16 @@ from starlings_job.exchange_rules import rules_for
 from starlings_job.model import initial_state
 from starlings_job.sections import TrainSection
 from starlings_job.skew import SkewedOrder
-from starlings_job.source_ranges import read_sources
+from starlings_job.source_ranges import SourceRange, read_sources
 from starlings_worker.optimizers.sgd import Sgd
 
-REPLICAS, MICROBATCH, STEPS, SEEDS = 4, 2, 250, 3
+# Of four the exponential graph has the exact mean every second step, and local momentum does no harm.
+REPLICAS, STEPS, SEEDS = 16, 250, 3
+# By model.
+MICROBATCH = {"shapes": 16, "micro": 1}
 # alpha; None: equal data.
 ALPHAS = (0.1, None)
-RATES = (0.05, 0.1, 0.2, 0.4)
+RATES = (0.1, 0.2, 0.4, 0.8, 1.6)
 RATE_SEED = 1000
 MOMENTUM = 0.9
 HELD_OUT, EVALUATE_TOGETHER = 128, 32
@@ -60,6 +68,7 @@ class LocalMomentum(GossipRounds):
 
 @dataclass(frozen=True, slots=True)
 class Way:
+    model: str
     quasi_global: bool
     alpha: float | None
 
@@ -72,10 +81,20 @@ class Way:
         return "equal" if self.alpha is None else f"skew {self.alpha:g}"
 
     def key(self, seed: int, rate: float) -> str:
-        return f"{self.name} {self.data} {seed} {rate:g}"
+        return f"{self.model} {self.name} {self.data} {seed} {rate:g}"
 
 
-WAYS = tuple(Way(quasi_global, alpha) for alpha in ALPHAS for quasi_global in (False, True))
+WAYS = tuple(
+    Way(model, quasi_global, alpha)
+    for model in MICROBATCH
+    for alpha in ALPHAS
+    for quasi_global in (False, True)
+)
+
+
+def open_data(model: str, folder: Path, limit: str, held_out: int) -> Text:
+    source = "shapes" if model == "shapes" else "stdlib"
+    return Text(folder, preset=model, limit=limit, held_out=held_out, source=source)
 
 
 def run(way: Way, prepared: Path, seed: int, rate: float, steps: int, held_out: int) -> dict[str, Any]:
@@ -86,8 +105,9 @@ def run(way: Way, prepared: Path, seed: int, rate: float, steps: int, held_out: 
     rules = rules_for("gossip", quasi_global="sgd", quasi_global_mu=MOMENTUM, quasi_global_beta=MOMENTUM)
     kind = GossipRounds if way.quasi_global else LocalMomentum
     rounds = kind(swarm, rules, Course(steps, seed))
-    train = TrainSection(batch=MICROBATCH * REPLICAS, microbatch=MICROBATCH, lr=rate)
-    deal = None if way.alpha is None else _deal(text, way.alpha, seed)
+    microbatch = MICROBATCH[way.model]
+    train = TrainSection(batch=microbatch * REPLICAS, microbatch=microbatch, lr=rate)
+    deal = None if way.alpha is None else _deal(text, way, seed)
     losses = train_locally(swarm, text, train, rounds, seed=seed, steps=steps, deal=deal)
     batches = text.held_out(held_out, EVALUATE_TOGETHER)
     alone = [swarm.evaluate(replica, batches, through_codec=False) for replica in range(REPLICAS)]
@@ -97,19 +117,36 @@ def run(way: Way, prepared: Path, seed: int, rate: float, steps: int, held_out: 
     return {"loss": loss, "alone": statistics.fmean(alone), "trained": losses[-1], "refused": rounds.refused}
 
 
-def _deal(text: Text, alpha: float, seed: int) -> Deal:
+def _deal(text: Text, way: Way, seed: int) -> Deal:
     """As the coordinator deals: the r-th worker goes through the r-th shard, then through it again in another order."""
-    order = SkewedOrder(read_sources(text.prepared, text.population), alpha, REPLICAS, seed)
+    assert way.alpha is not None
+    samples, sources = _by_source(text, way.model)
+    order = SkewedOrder(sources, way.alpha, REPLICAS, seed)
+    microbatch = MICROBATCH[way.model]
 
     def own(step: int, replica: int) -> tuple[int, ...]:
         first, end = order.bounds(replica)
         found = []
-        for number in range(step * MICROBATCH, (step + 1) * MICROBATCH):
+        for number in range(step * microbatch, (step + 1) * microbatch):
             epoch, place = divmod(number, end - first)
             found += order.samples_at(epoch, first + place, first + place + 1)
-        return tuple(found)
+        return tuple(samples[place] for place in found)
 
     return own
+
+
+def _by_source(text: Text, model: str) -> tuple[Sequence[int], Sequence[SourceRange]]:
+    """Samples in an order in which each source's follow each other, and which those are: of images, their classes."""
+    if model != "shapes":
+        return range(text.population), read_sources(text.prepared, text.population)
+    labels = text.batch(range(text.population)).targets.tolist()
+    samples = sorted(range(text.population), key=labels.__getitem__)
+    counts = Counter(labels)
+    firsts = itertools.accumulate([0, *(counts[label] for label in sorted(counts))])
+    return samples, [
+        SourceRange(str(label), first, counts[label])
+        for label, first in zip(sorted(counts), firsts, strict=False)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +160,19 @@ class Task:
         return self.way.key(self.seed, self.rate)
 
 
-def wave(tasks: list[Task], results: Results, prepared: Path, jobs: int, steps: int, held_out: int) -> None:
+def wave(
+    tasks: list[Task],
+    results: Results,
+    prepared: Mapping[str, Path],
+    jobs: int,
+    steps: int,
+    held_out: int,
+) -> None:
     """Does those that are not kept from before."""
     missing = [task for task in tasks if results.get(task.key) is None]
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("forkserver")) as pool:
         futures = {
-            pool.submit(run, task.way, prepared, task.seed, task.rate, steps, held_out): task
+            pool.submit(run, task.way, prepared[task.way.model], task.seed, task.rate, steps, held_out): task
             for task in missing
         }
         for future in as_completed(futures):
@@ -148,8 +192,8 @@ def rows_of(
 ) -> tuple[list[dict[str, Any]], list[Claim]]:
     rows: list[dict[str, Any]] = []
     claims: list[Claim] = []
-    for alpha in ALPHAS:
-        local, quasi = Way(False, alpha), Way(True, alpha)
+    for model, alpha in itertools.product(MICROBATCH, ALPHAS):
+        local, quasi = Way(model, False, alpha), Way(model, True, alpha)
         found = {
             way: [results.get(way.key(seed, rates[way])) or {} for seed in range(seeds)]
             for way in (local, quasi)
@@ -159,6 +203,7 @@ def rows_of(
         for way in (local, quasi):
             rows.append(
                 {
+                    "model": way.model,
                     "data": way.data,
                     "inner steps": way.name,
                     "rate": rates[way],
@@ -169,8 +214,8 @@ def rows_of(
                     "seeds": seeds,
                 }
             )
-        if alpha is not None and seeds > 1:
-            name = f"{quasi.data}: nats that quasi-global momentum brings, lower end of the interval"
+        if alpha is not None and model == "shapes" and seeds > 1:
+            name = f"{model}, {quasi.data}: nats that quasi-global momentum brings, lower end of the interval"
             claims.append(Claim(name, gain.low, 0.0, gain.low > 0))
     return rows, claims
 
@@ -187,9 +232,11 @@ def main() -> int:
     held_out, limit = (8, "200K") if options.quick else (HELD_OUT, "8M")
     with tempfile.TemporaryDirectory(prefix="starlings-skew-") as scratch:
         folder = options.dir or Path(scratch)
-        text = Text(folder, limit=limit, held_out=held_out)
-        prepared = text.prepared
-        text.close()
+        prepared = {}
+        for model in MICROBATCH:
+            text = open_data(model, folder, limit, held_out)
+            prepared[model] = text.prepared
+            text.close()
         settings = {"steps": steps, "replicas": REPLICAS, "microbatch": MICROBATCH, "limit": limit}
         results = Results(folder / "runs.jsonl", settings)
         wave(

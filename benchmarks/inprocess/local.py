@@ -93,7 +93,9 @@ class _Pipelines:
     """The stages of all replicas, in step. Undelayed, a microbatch passes all of them at once."""
 
     def __init__(self, swarm: Swarm, delayed: bool, compiled: bool) -> None:
-        self._stacked = Stacked(swarm, compiled=compiled)
+        stackable = delayed or swarm.workers[0].held.description.family == "llama"
+        self._stacked = Stacked(swarm, compiled=compiled) if stackable else None
+        self._train = swarm.train_all if self._stacked is None else self._stacked.train
         self._delayed = delayed
         self._count = swarm.setup.stages
         self._forward: list[deque[_Way]] = [deque() for _ in range(self._count)]
@@ -108,8 +110,8 @@ class _Pipelines:
         stage s at its s-th tick, and comes back to it after another 2 (stages - 1 - s).
         """
         if not self._delayed:
-            sums = self._stacked.train(batches, denominators)
-            return _mean(sums, denominators), range(self._count)
+            return _mean(self._train(batches, denominators), denominators), range(self._count)
+        assert self._stacked is not None
         self._forward[0].append(_Way(batches, denominators, [torch.stack([b.inputs for b in batches])]))
         loss, last = None, self._count - 1
         # What moves in this tick, before anything has moved.
