@@ -14,9 +14,7 @@ of one seed differ by the codec, and by the order in which floats were added up.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,11 +23,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from real_swarm import train_job
 from report import Claim, environment, show, write_json
 
 from starlings import template
-from starlings.demo.swarm import Swarm
-from starlings.owner_client import OwnerClient
 from starlings_protos import control_pb2
 
 WORKERS, BATCH, MICROBATCH, LENGTH, HELD_OUT = 4, 16, 4, 128, 64
@@ -38,12 +35,8 @@ STAGES = (4, 4)
 # At twice that, runs part by a percent from whatever touches them (compression/README.md), and no codec can be judged.
 RATE = 1e-3
 # Room for either stage and not for both, so that four workers can only be two holders of each.
-WORKER = (
-    "--listen", "127.0.0.1", "--port", "0", "--devices", "cpu", "--threads", "1", "--precision", "fp32",
-    "--memory", "60MB",
-)  # fmt: skip
+MEMORY = ("--memory", "60MB")
 GAP_BOUND = 0.005
-RUN_LIMIT_S = 1800.0
 
 
 def job_text(codec: str, seed: int, steps: int) -> str:
@@ -64,18 +57,7 @@ def job_text(codec: str, seed: int, steps: int) -> str:
 
 def train(directory: Path, codec: str, seed: int, steps: int) -> control_pb2.StatusReply:
     """One swarm from its start to its end; how the job stands then."""
-    directory.mkdir(parents=True)
-    file, job = directory / "job.toml", directory / "job"
-    file.write_text(job_text(codec, seed, steps))
-    command = [sys.executable, "-m", "starlings", "prepare", str(file), "--dir", str(job), "--json"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    with Swarm(directory) as swarm:
-        invite = swarm.start_coordinator([str(job), "--listen", "127.0.0.1", "--host", "127.0.0.1"])
-        for _ in range(WORKERS):
-            swarm.start_worker(invite, WORKER)
-        reply = asyncio.run(_to_the_end(swarm, job))
-    if reply.phase == "failed" or not reply.has_validation_loss:
-        raise RuntimeError(f"the job did not come to its evaluation: {reply.failure}")
+    reply = train_job(directory, job_text(codec, seed, steps), WORKERS, MEMORY).reply
     if reply.samples_trained != steps * BATCH:
         raise RuntimeError(f"{reply.samples_trained} samples were trained instead of {steps * BATCH}")
     if layout(reply) != [(0, 0), (0, 0), (1, 1), (1, 1)]:
@@ -86,15 +68,6 @@ def train(directory: Path, codec: str, seed: int, steps: int) -> control_pb2.Sta
 def layout(reply: control_pb2.StatusReply) -> list[tuple[int, int]]:
     """First and last stage of each worker's span, sorted."""
     return sorted((w.span.first_stage, w.span.last_stage) for w in reply.workers if w.HasField("span"))
-
-
-async def _to_the_end(swarm: Swarm, job: Path) -> control_pb2.StatusReply:
-    async with asyncio.timeout(RUN_LIMIT_S), OwnerClient(job) as client:
-        async for reply in client.watch(interval_s=0.5):
-            swarm.check()
-            if reply.phase in ("done", "failed"):
-                return reply
-    raise RuntimeError("the coordinator said nothing any more")
 
 
 def row_of(
