@@ -100,6 +100,7 @@ class StartEngine(_message.Message):
     EMULATE_UPLOAD_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     EMULATE_DELAY_S_FIELD_NUMBER: _builtins.int
     EMULATE_PASS_S_FIELD_NUMBER: _builtins.int
+    MAX_UPLOAD_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     key_pem: _builtins.bytes
     """PEM: the engine's own key, certificate and the job's CA. The key never leaves the machine."""
@@ -126,6 +127,8 @@ class StartEngine(_message.Message):
     """The delay to pretend, one way."""
     emulate_pass_s: _builtins.float
     """What a microbatch's way through the whole model and back takes at least; 0 = as long as it does."""
+    max_upload_bytes_per_s: _builtins.float
+    """What this engine may send, bytes/s with all headers; 0 = without limit."""
     @_builtins.property
     def welcome(self) -> _control_pb2.Welcome: ...
     @_builtins.property
@@ -152,10 +155,11 @@ class StartEngine(_message.Message):
         emulate_upload_bytes_per_s: _builtins.float = ...,
         emulate_delay_s: _builtins.float = ...,
         emulate_pass_s: _builtins.float = ...,
+        max_upload_bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertise", b"advertise", "ca_pem", b"ca_pem", "cache_directory", b"cache_directory", "certificate_pem", b"certificate_pem", "device", b"device", "emulate_delay_s", b"emulate_delay_s", "emulate_pass_s", b"emulate_pass_s", "emulate_speed", b"emulate_speed", "emulate_upload_bytes_per_s", b"emulate_upload_bytes_per_s", "key_pem", b"key_pem", "listen_host", b"listen_host", "listen_port", b"listen_port", "memory_bytes", b"memory_bytes", "precision", b"precision", "threads", b"threads", "welcome", b"welcome", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertise", b"advertise", "ca_pem", b"ca_pem", "cache_directory", b"cache_directory", "certificate_pem", b"certificate_pem", "device", b"device", "emulate_delay_s", b"emulate_delay_s", "emulate_pass_s", b"emulate_pass_s", "emulate_speed", b"emulate_speed", "emulate_upload_bytes_per_s", b"emulate_upload_bytes_per_s", "key_pem", b"key_pem", "listen_host", b"listen_host", "listen_port", b"listen_port", "max_upload_bytes_per_s", b"max_upload_bytes_per_s", "memory_bytes", b"memory_bytes", "precision", b"precision", "threads", b"threads", "welcome", b"welcome", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

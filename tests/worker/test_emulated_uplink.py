@@ -15,7 +15,7 @@ from starlings_worker import emulation
 from starlings_worker.emulation import BACKWARD_PART, FORWARD_PART, Throttle
 from starlings_worker.links import Links
 from starlings_worker.meters import Meters
-from starlings_worker.uplink import BURST_S, LinkClass, Uplink, parse_link
+from starlings_worker.uplink import BURST_S, HEADERS_FACTOR, LinkClass, Uplink, parse_link
 from support.peer_servers import Certificates, peer_server, take
 
 
@@ -51,6 +51,26 @@ def test_what_is_no_link_is_refused_with_an_example(text: str) -> None:
         parse_link(text)
 
 
+@pytest.mark.parametrize("piece", [1000, 64 << 10, 1 << 20])
+async def test_a_cap_counts_what_headers_add(piece: int) -> None:
+    """In 30 s no more than the cap leaves, with 5 % of headers on top of what is sent, and not much less."""
+    clock = Clock()
+    uplink = Uplink(cap_bytes_per_s=5e6, clock=lambda: clock.now_s, sleep=clock.sleep)
+    sent = 0
+    while clock.now_s < 30.0:
+        await uplink.leaves(piece)
+        sent += piece
+    assert 0.98 * 5e6 * clock.now_s <= sent * HEADERS_FACTOR <= 1.02 * 5e6 * clock.now_s
+
+
+async def test_the_slower_of_cap_and_emulated_link_counts() -> None:
+    clock = Clock()
+    uplink = Uplink(LinkClass(1e6), 5e6, lambda: clock.now_s, clock.sleep)
+    for _ in range(10):
+        await uplink.leaves(1_000_000)
+    assert clock.now_s == pytest.approx(10.0, abs=0.1)
+
+
 @given(
     st.lists(st.tuples(st.floats(0, 2), st.integers(1, 1 << 20)), min_size=1, max_size=50),
     st.floats(1e4, 1e9),
@@ -58,7 +78,7 @@ def test_what_is_no_link_is_refused_with_an_example(text: str) -> None:
 def test_nothing_leaves_faster_than_the_uplink(transfers: list[tuple[float, int]], rate: float) -> None:
     """Any run of transfers takes as long as its bytes take, but for what a pause has left in the bucket."""
     clock = Clock()
-    uplink = Uplink(LinkClass(rate), lambda: clock.now_s, clock.sleep)
+    uplink = Uplink(LinkClass(rate), clock=lambda: clock.now_s, sleep=clock.sleep)
 
     async def send() -> list[tuple[float, float, int]]:
         done = []

@@ -70,6 +70,7 @@ def start_settings(
         emulate_upload_bytes_per_s=options.emulate_link.bytes_per_s,
         emulate_delay_s=options.emulate_link.delay_s,
         emulate_pass_s=options.emulate_pass_s,
+        max_upload_bytes_per_s=options.max_upload_bytes_per_s / place.device_count,
     )
 
 

@@ -52,7 +52,7 @@ class EngineProcess:
         self._identity = Identity.from_pem(start.key_pem, start.certificate_pem, start.ca_pem)
         self._meters = Meters()
         link = LinkClass(start.emulate_upload_bytes_per_s, start.emulate_delay_s)
-        self._uplink = Uplink(link)
+        self._uplink = Uplink(link, start.max_upload_bytes_per_s)
         self._service = DataService(self._meters, uplink=self._uplink)
         self._throttle = Throttle(0.0)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")

@@ -46,6 +46,8 @@ class WorkerOptions:
     # take; 0 = as long as it does. For measurements.
     emulate_link: LinkClass = NO_LINK
     emulate_pass_s: float = 0.0
+    # What this worker may send, bytes/s with all headers, shared evenly by its devices; 0 = without limit.
+    max_upload_bytes_per_s: float = 0.0
     # Cap on memory per device; 0 = what is free, or what the emulated class has.
     memory_bytes: int = 0
     # Threads for computing per engine; 0 = one per core that this process may use, or one when emulating.

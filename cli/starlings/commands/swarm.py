@@ -166,6 +166,12 @@ def join(
     memory: Annotated[
         str, typer.Option(help="At most this much memory per device, such as 6GB.", metavar="SIZE")
     ] = "",
+    max_upload: Annotated[
+        str,
+        typer.Option(
+            help="Send at most this much per second, headers included, such as 5MB.", metavar="SIZE"
+        ),
+    ] = "",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads per device; 0 = one per core.")] = 0,
     precision: Annotated[str, typer.Option(help="auto, fp32 or bf16.")] = "auto",
     emulate: Annotated[
@@ -219,6 +225,7 @@ def join(
         emulate_link=_link(emulate_link),
         emulate_pass_s=emulate_pass,
         memory_bytes=_size(memory, "--memory"),
+        max_upload_bytes_per_s=_size(max_upload, "--max-upload"),
         threads=threads,
         precision=precision,
         site=site,
