@@ -36,6 +36,7 @@ from starlings_worker.lock import lock_directory
 from starlings_worker.membership import Membership
 from starlings_worker.narrator import Narrator, last_line
 from starlings_worker.options import WorkerEvent, WorkerOptions
+from starlings_worker.own_relay import relay_wish
 from starlings_worker.reach import WorkerReach
 from starlings_worker.reports import Reports
 
@@ -96,6 +97,7 @@ class DeviceWorker:
             lambda report: self._stream is not None and self._stream.say(report),
             self._narrator,
             self._rng,
+            relay_wish(options, directory, number),
         )
         self._job_digest = ""
         # What to tell the coordinator when the stream is up: the engine's end.
@@ -244,8 +246,7 @@ class DeviceWorker:
         def done(finished: asyncio.Task[None]) -> None:
             if finished.cancelled() or (error := finished.exception()) is None:
                 return
-            if not self._over.done():
-                self._over.set_exception(error)
+            self._end_badly(error)
 
         task.add_done_callback(done)
         return task
@@ -260,7 +261,7 @@ class DeviceWorker:
             )
             self._over.set_result(None)
 
-    def _end_badly(self, error: Exception) -> None:
+    def _end_badly(self, error: BaseException) -> None:
         if not self._over.done():
             self._over.set_exception(error)
 
@@ -349,8 +350,6 @@ class DeviceWorker:
                     self._stream.send(message.control)
             case "log":
                 self._narrator.tell("log", message.log.text, {"level": message.log.level})
-            case _:
-                pass
 
     # ---------------------------------------------------------------- the stream
 
@@ -491,6 +490,7 @@ class DeviceWorker:
         def deliver(membership: Membership) -> None:
             self._membership = membership
             self._narrator.tell("renewed", "The certificate was renewed.")
+            self._background(self._reach.renewed())
             if self._engine is not None:
                 renewed = process_pb2.RenewedCertificate(certificate_pem=membership.identity.certificate_pem)
                 self._background(self._engine.send(process_pb2.ToEngine(certificate=renewed)))

@@ -48,6 +48,8 @@ class WorkerOptions:
     emulate_pass_s: float = 0.0
     # What this worker may send, bytes/s with all headers, shared evenly by its devices; 0 = without limit.
     max_upload_bytes_per_s: float = 0.0
+    # Relay for workers that cannot be reached, and at most this many bytes/s; 0 = do not. On the host's first device.
+    relay_bytes_per_s: float = 0.0
     # Cap on memory per device; 0 = what is free, or what the emulated class has.
     memory_bytes: int = 0
     # Threads for computing per engine; 0 = one per core that this process may use, or one when emulating.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 from starlings_protos import control_pb2, convert
 from starlings_protos.identity import Identity
@@ -14,6 +15,10 @@ from starlings_protos.relay.listener import Listener
 from starlings_protos.relay.tunnel import Stream
 from starlings_worker.addresses import WILDCARDS
 from starlings_worker.narrator import Narrator
+from starlings_worker.own_relay import OwnRelay
+
+# With those of the data port no more than the coordinator takes.
+RELAY_ADDRESSES_LIMIT = 8
 
 
 class WorkerReach:
@@ -27,11 +32,13 @@ class WorkerReach:
         say: Callable[[ReachReport], object],
         narrator: Narrator,
         rng: random.Random,
+        own_relay: tuple[float, Path] | None = None,
     ) -> None:
         """
         Args:
             addresses: of the data port, as peers are told; empty while there is none.
             say: puts a report on the control stream.
+            own_relay: bytes/s and log of a relay for others; None where nobody agreed to one.
         """
         self._listen_host = "127.0.0.1" if listen_host in WILDCARDS else listen_host.strip("[]")
         self._addresses = addresses
@@ -40,12 +47,30 @@ class WorkerReach:
         self._listener = Listener(identity, self._accept, self.report, rng)
         self._routes: dict[WorkerId, Route] = {}
         self._told: bool | None = None
-        # Where this worker relays for others.
-        self.relay_addresses: tuple[str, ...] = ()
+        # Where this worker relays for others; 0 = nowhere.
+        self._relay_port = 0
+        self._own_relay: OwnRelay | None = None
+        if own_relay is not None:
+            self._own_relay = OwnRelay(identity, listen_host, *own_relay, self._relay_at)
+        self._relaying: asyncio.Task[None] | None = None
 
     def report(self) -> None:
         """After each Welcome, and whenever something changed."""
-        self._say(ReachReport(self._addresses(), self.relay_addresses, self._listener.attached))
+        if self._own_relay is not None and self._relaying is None:
+            self._relaying = asyncio.create_task(self._own_relay.run())
+        addresses = self._addresses()
+        hosts = dict.fromkeys(address.rpartition(":")[0] for address in addresses)
+        relay = tuple(f"{host}:{self._relay_port}" for host in hosts) if self._relay_port else ()
+        self._say(ReachReport(addresses, relay[:RELAY_ADDRESSES_LIMIT], self._listener.attached))
+
+    def _relay_at(self, port: int) -> None:
+        self._relay_port = port
+        self.report()
+
+    async def renewed(self) -> None:
+        """The worker has a new certificate."""
+        if self._own_relay is not None:
+            await self._own_relay.renewed()
 
     def heard(self, message: control_pb2.ToWorker) -> bool:
         """A message of the control stream; True when it is for nobody but this."""
@@ -93,6 +118,9 @@ class WorkerReach:
         return (message,)
 
     async def close(self) -> None:
+        if self._relaying is not None:
+            self._relaying.cancel()
+            await asyncio.gather(self._relaying, return_exceptions=True)
         await self._listener.close()
 
     async def _accept(self, worker_id: str) -> Stream:

@@ -172,6 +172,14 @@ def join(
             help="Send at most this much per second, headers included, such as 5MB.", metavar="SIZE"
         ),
     ] = "",
+    relay: Annotated[
+        str,
+        typer.Option(
+            help="Also pass on what others send to workers behind routers, encrypted end to end: at most this much "
+            "per second, such as 2MB. Only of use where this machine can be reached from outside.",
+            metavar="SIZE",
+        ),
+    ] = "",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads per device; 0 = one per core.")] = 0,
     precision: Annotated[str, typer.Option(help="auto, fp32 or bf16.")] = "auto",
     emulate: Annotated[
@@ -225,6 +233,7 @@ def join(
         emulate_link=_link(emulate_link),
         emulate_pass_s=emulate_pass,
         memory_bytes=_size(memory, "--memory"),
+        relay_bytes_per_s=_size(relay, "--relay"),
         max_upload_bytes_per_s=_size(max_upload, "--max-upload"),
         threads=threads,
         precision=precision,
