@@ -13,6 +13,8 @@ import pytest
 from lab import net
 from lab.link import Direction, order
 from lab.spec import Site, World, WorldError, load_world, parse_world
+from starlings.demo.kill import kill_at_once
+from starlings_protos import control_pb2
 from swarms import LiveSwarm, job_text, prepared_job, starlings
 
 WORLDS = Path(__file__).resolve().parents[1] / "lab" / "worlds"
@@ -126,3 +128,34 @@ def test_two_workers_behind_routers_train_with_the_one_invite(tmp_path: Path) ->
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+@needs_lab
+@pytest.mark.slow
+def test_a_worker_relays_for_others_and_its_end_moves_their_links(tmp_path: Path) -> None:
+    world = load_world(WORLDS / "helper.toml")
+    sections = {
+        "train": {"schedule": "async", "batch": BATCH, "microbatch": 2, "lr": 3e-3},
+        "exchange": {"warmup_every": 1, "warmup_fraction": 0.9},
+        "swarm": {"min_workers": 3, "settle_s": 0.3},
+    }
+    job = prepared_job(tmp_path, job_text(2 * STEPS * BATCH * LENGTH, **sections))
+    with net.Lab(world) as lab, LiveSwarm.of(job, tmp_path, lab.address) as swarm:
+        children = {}
+        for site in world.sites:
+            options = ["--site", site.name, "--region", site.region]
+            options += ["--relay", "20MB"] if site.name == "open" else []
+            children[site.name] = swarm.join(*options, host="0.0.0.0", through=lab.through(site.name))
+
+        def hidden(reply: control_pb2.StatusReply) -> list[list[str]]:
+            return [list(w.relays) for w in reply.workers if w.reach == "relayed"]
+
+        reply = swarm.wait(lambda r: len(hidden(r)) == 2 and all(len(rs) == 2 for rs in hidden(r)), 300)
+        (helper,) = [w.worker_id for w in reply.workers if w.reach == "direct"]
+        assert hidden(reply) == [[helper, "relay"]] * 2
+        swarm.wait(lambda r: r.step > 0, 300)
+        children["open"].expendable = True
+        kill_at_once(children["open"].process)
+        swarm.wait(lambda r: hidden(r) == [["relay"]] * 2, 30)
+        reply = swarm.wait(lambda r: r.phase in ("done", "failed"), 400)
+    assert reply.phase == "done", reply.failure
