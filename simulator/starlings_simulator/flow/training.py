@@ -99,7 +99,7 @@ class Training:
             self._stalled_until_s = max(self._stalled_until_s, self._until_s + silent_s)
         self.accounts.tokens = max(0.0, self.accounts.tokens - lost * per_microbatch)
         self.accounts.repeated += lost * self.costs.job.train.microbatch
-        if self._rates.rate > 0:
+        if self._kept * self._rates.rate > 0:
             self._tokens_per_s = max(0.0, self._tokens_per_s * (1 - mine / (self._kept * self._rates.rate)))
         self._rates.at_stage[number] = 0.0
         self._rates.load[number] = 0.0
