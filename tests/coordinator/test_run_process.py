@@ -89,7 +89,7 @@ def test_sigterm_ends_in_order_and_torch_never_comes_in(process: Process, direct
     inside = psutil.Process(process.process.pid)
     assert inside.memory_info().rss < 200 << 20
     children = [child.pid for child in inside.children()]
-    assert len(children) == 2
+    assert len(children) == 3  # planner, keeper, relay
     endpoints = directory / "owner" / "coordinator.json"
     assert json.loads(endpoints.read_text())["control"] == listening["control"]
     assert (directory / "core.sqlite").stat().st_mode & 0o077 == 0
@@ -110,7 +110,7 @@ def test_second_signal_ends_at_once(process: Process) -> None:
     process.line("listening")
     # Stopped children make the orderly end take its time.
     deadline = time.monotonic() + 30
-    while len(psutil.Process(process.process.pid).children()) < 2:
+    while len(psutil.Process(process.process.pid).children()) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     children = psutil.Process(process.process.pid).children()

@@ -21,7 +21,7 @@ from starlings_protos.messages import (
     Refusal,
     WorkerId,
 )
-from starlings_worker.links import BACKGROUND_CHUNK_BYTES, Links, PushError
+from starlings_worker.links import BACKGROUND_CHUNK_BYTES, AnswerLost, Links, PushError
 from starlings_worker.meters import Meters
 from starlings_worker.uplink import GIVE_WAY_AT_MOST_S, LinkClass, Uplink
 from support.peer_servers import Certificates, never, peer_server, read_all, take
@@ -135,6 +135,24 @@ async def test_a_frozen_receiver_ends_a_push_in_doubt_within_the_stall_time(cert
                 await _push(links, peer, size)
             assert not failed.value.certain
             assert time.monotonic() - began < 10
+        await links.close()
+
+
+async def test_a_lost_answer_leaves_doubt_though_nobody_is_there_any_more(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+):
+    peer = certificates.worker()
+    async with peer_server(peer, take) as address:
+        links = _links(certificates, peer, address)
+
+        async def ended_while_written_to(*_: Any, asks: bool) -> int:
+            links.update([Peer(WorkerId(peer.id), (_closed_port(),))])
+            raise AnswerLost("it ended the call while it was written to")
+
+        monkeypatch.setattr(links, "_write", ended_while_written_to)
+        with pytest.raises(PushError, match="nobody of the job answers there") as failed:
+            await _push(links, peer)
+        assert not failed.value.certain
         await links.close()
 
 

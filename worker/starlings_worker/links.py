@@ -33,12 +33,10 @@ STALL_S = 10.0
 WORD_S = 3.0
 # Pieces of what is sent in the background are small, so that little is before whatever becomes urgent.
 BACKGROUND_CHUNK_BYTES = 64 << 10
-# Bodies up to this are sent without waiting for the receiver's admission: HTTP/2's first window has 64 KiB.
-UNASKED_BYTES = 32 << 10
 # In the receiver's initial metadata: it has admitted the transfer and reads the body.
 ADMITTED_METADATA_KEY = "starlings-admitted"
 # When a call ends while it is written to, the library may forget why (seen in a few of a hundred refusals). Asking
-# again is harmless, because receivers know by its key what they have.
+# again is harmless, because receivers know by its key what they have; then the body waits for the admission.
 ANSWER_LOST_TRIES = 4
 _LIBRARY_ERROR = "Internal error from Core"
 # Statuses with which a server says no before it looked at a body.
@@ -63,7 +61,7 @@ class PushError(Exception):
         self.refusal = refusal
 
 
-class _AnswerLost(Exception):
+class AnswerLost(Exception):
     """The other side ended the call, but the library put its own error in the place of what it said."""
 
 
@@ -249,10 +247,17 @@ class Links:
             while True:
                 tries += 1
                 try:
-                    return await self._push_once(to, method, header, buffers, kind, background)
-                except _AnswerLost as error:
+                    return await self._push_once(
+                        to, method, header, buffers, kind, background, asks=tries > 1
+                    )
+                except AnswerLost as error:
                     if tries == ANSWER_LOST_TRIES:
                         raise PushError(str(error), certain=False) from None
+                except PushError as error:
+                    # Only a receiver's own word says more of an earlier try than that its answer was lost.
+                    if tries > 1 and error.certain and error.refusal is Refusal.UNSPECIFIED:
+                        raise PushError(str(error), certain=False) from None
+                    raise
         finally:
             self.pushes -= waited_for
 
@@ -264,9 +269,11 @@ class Links:
         buffers: Sequence[frames.Buffer],
         kind: str,
         background: Callable[[], None] | None,
+        *,
+        asks: bool,
     ) -> Receipt:
         async with self._using(to) as link:
-            return await self._pushed(link, to, method, header, buffers, kind, background)
+            return await self._pushed(link, to, method, header, buffers, kind, background, asks=asks)
 
     async def _pushed(
         self,
@@ -277,6 +284,8 @@ class Links:
         buffers: Sequence[frames.Buffer],
         kind: str,
         background: Callable[[], None] | None,
+        *,
+        asks: bool,
     ) -> Receipt:
         call: grpc.aio.StreamUnaryCall[data_pb2.Frame, object] = getattr(link.stub, method)(
             metadata=self._metadata
@@ -284,7 +293,7 @@ class Links:
         try:
             with self._meters.timing("send"):
                 await self._uplink.travels()
-                sent_bytes = await self._write(call, header, buffers, background)
+                sent_bytes = await self._write(call, header, buffers, background, asks=asks)
                 self._meters.sent(kind, sent_bytes)
                 async with asyncio.timeout(self._stall_s):
                     receipt = _receipt(await call)
@@ -296,7 +305,7 @@ class Links:
             ) from None
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INTERNAL and error.details() == _LIBRARY_ERROR:
-                raise _AnswerLost(f"{to} ended the call while it was written to") from None
+                raise AnswerLost(f"{to} ended the call while it was written to") from None
             raise _explained(error, to) from None
         finally:
             call.cancel()
@@ -307,8 +316,12 @@ class Links:
         header: data_pb2.Header,
         buffers: Sequence[frames.Buffer],
         background: Callable[[], None] | None,
+        *,
+        asks: bool,
     ) -> int:
         """Writes the frames, until the other side has ended the call: it refused, or it has the transfer already.
+
+        With `asks` all but the first wait for its admission: a round trip more, and no ended call is written to.
 
         A write that fails for that reason raises something of the library's own; the call's real status comes with
         its answer, which the caller awaits anyway.
@@ -327,12 +340,21 @@ class Links:
                 sent_bytes += frame.ByteSize()
                 if background is not None:
                     background()
+                if asks and not await self._admitted(call):
+                    return sent_bytes
+                asks = False
             await call.done_writing()
         except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
             pass
         finally:
             self._writing -= waited_for
         return sent_bytes
+
+    async def _admitted(self, call: grpc.aio.StreamUnaryCall[data_pb2.Frame, object]) -> bool:
+        """False when the call has ended instead."""
+        async with asyncio.timeout(self._stall_s):
+            metadata = await call.initial_metadata()
+        return ADMITTED_METADATA_KEY in (metadata or ())
 
     async def tell(self, to: WorkerId, word: PairWord) -> None:
         """A word to the partner of a swap.
