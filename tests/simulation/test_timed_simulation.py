@@ -38,6 +38,21 @@ def test_unlike_workers_without_a_barrier_do_what_each_can() -> None:
     assert tokens[3] / tokens[0] == pytest.approx(4.0, rel=0.1)
 
 
+def test_who_can_begin_nothing_itself_is_given_what_waits_at_who_can() -> None:
+    """One holds the whole model and could do every sample alone; of the others one holds the end only."""
+    model, per_parameter = profile(), job("async").bytes_per_parameter
+    last = len(model.blocks) - 1
+    whole = stage_memory(model, 0, last, per_parameter=per_parameter, microbatch=2, slots=4).total
+    small = [machine(n, 0.5, memory_bytes=0.6 * whole) for n in (1, 2)]
+    report = run("async", Swarm(homes(3), (machine(0), *small)), 150.0)
+    spans = sorted(worker.stages for worker in report.workers)
+    assert spans == ["0-0", "0-1", "1-1"]
+    helper = next(worker for worker in report.workers if worker.stages == "1-1")
+    # By its own latency alone the first would send it nothing, and it would stand idle for a third of its time.
+    assert helper.seconds["compute"] > 0.85 * (150 - helper.seconds["start"] - helper.seconds["no place"])
+    assert report.tokens_per_s_training > 1.7 * TOKENS / WHOLE_S
+
+
 def test_an_uplink_that_binds_sets_the_pace() -> None:
     """Two workers need each other, and what one sends takes longer than what the other computes."""
     per_parameter = job("async").bytes_per_parameter

@@ -152,6 +152,21 @@ def test_refused_for_lack_of_room_another_holder_gets_it_at_once() -> None:
     assert driver.of(SendMicrobatch) == []
 
 
+@pytest.mark.parametrize(("leases", "to"), [(1, "leader"), (3, "helper")])
+def test_who_is_slow_hands_on_to_the_fastest_and_with_work_waiting_to_a_helper(leases: int, to: str) -> None:
+    driver = Driver("me")
+    driver.ready(assignment((0, 1), {"helper": (1, 1), "leader": (0, 1)}, stages=2))
+    driver.core.flow.stage_seconds.update({0: 0.01, 1: 10.0})
+    helper = driver.core.peers.states[WorkerId("helper")]
+    helper.backlog_s, helper.heard_at_s = 5.0, driver.now_s
+    for index in range(leases):
+        driver.grant(train_key(index))
+    # The first began before anything waited.
+    for _ in range(min(leases, 2)):
+        driver.compute()
+    assert driver.of(SendMicrobatch)[-1].to == to
+
+
 def test_with_everybody_full_the_tries_get_rarer_and_a_returned_gradient_allows_one_at_once() -> None:
     driver = first_of_two()
     first = send_one(driver, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -193,3 +194,33 @@ def test_the_table_agrees_with_trying_every_way(seed: int) -> None:
     for stage in range(stage_count):
         # Whoever holds the stage before is on the route by then; the table needs no more than that to be exact.
         assert table.passable[stage] == brute_force_way(stage, stage_count, views, visited)
+
+
+def test_who_has_work_waiting_lets_idle_helpers_take_over_and_never_a_leader() -> None:
+    """A lone leader with the whole model; the others can begin nothing themselves, and are slower than it."""
+
+    def leaves(waiting: int, *peers: PeerView) -> tuple[int, WorkerId | None]:
+        found = choose_exit(
+            0,
+            Span(0, 2),
+            3,
+            {0: 0.1, 1: 0.1, 2: 0.1},
+            peers,
+            {WorkerId("me")},
+            early_exits={0, 1},
+            margin=1.15,
+            rng=random.Random(0),
+            waiting=waiting,
+        )
+        return found.exit_stage, found.next_worker
+
+    slow = peer("small", 1, 2, 0.3)
+    assert leaves(0, slow) == (2, None)
+    assert leaves(4, slow) == (0, WorkerId("small"))
+    # Not when that takes longer than what waits here could win.
+    assert leaves(4, replace(slow, backlog_s=2.0)) == (2, None)
+    assert leaves(4, replace(slow, link_s=2.0)) == (2, None)
+    # Nor when it has no room, or has samples of its own to do.
+    assert leaves(4, replace(slow, free_slots=0)) == (2, None)
+    assert leaves(4, peer("leader", 0, 2, 0.3)) == (2, None)
+    assert leaves(4, peer("leader", 0, 2, 0.1), slow) == (0, WorkerId("small"))

@@ -35,7 +35,7 @@ from starlings_worker.core.events import (
 from starlings_worker.core.losses import Fate, absent
 from starlings_worker.core.microbatches import Held, Phase
 from starlings_worker.core.peers import PeerTable, queue_seconds
-from starlings_worker.core.router import choose_exit, choose_next, onward
+from starlings_worker.core.router import choose_exit, choose_next, helpers, onward
 from starlings_worker.core.table import Epoch, MicrobatchTable, Place
 from starlings_worker.core.timings import WorkerTimings
 
@@ -92,7 +92,7 @@ class Flow:
             return None
         held = min(forward, key=lambda held: (-held.entry_stage, held.order))
         held.phase = Phase.FORWARD
-        held.exit_stage = choose_exit(
+        way = choose_exit(
             held.entry_stage,
             place.span,
             place.stage_count,
@@ -102,7 +102,9 @@ class Flow:
             early_exits=place.exits,
             margin=self._timings.early_exit_margin,
             rng=rng,
-        ).exit_stage
+            waiting=min(place.slots, len(forward) - 1 + len(self._table.leases)) if held.trains else 0,
+        )
+        held.exit_stage, held.helped = way.exit_stage, way.helped
         if held.trains:
             self._table.begins_forward(held)
         return ComputeForward(held.key, held.entry_stage, held.exit_stage, held.loss_denominator)
@@ -200,7 +202,11 @@ class Flow:
         stage = held.exit_stage + 1
         if not held.ambiguous:
             views = self._peers.views(now_s)
-            chosen = choose_next(stage, place.stage_count, views, self._visited(held), rng)
+            visited = self._visited(held)
+            table, chosen = onward(place.stage_count, views, visited), None
+            if held.helped:
+                chosen = choose_next(stage, place.stage_count, helpers(views), visited, rng, table)
+            chosen = chosen or choose_next(stage, place.stage_count, views, visited, rng, table)
             if chosen is None:
                 self._put_off(held, stage, now_s)
                 return

@@ -43,6 +43,8 @@ class Held:
     # The header whose transfer is under way (ARRIVING and GRADIENT_ARRIVING).
     arriving: MicrobatchHeader | None = None
     exit_stage: int = -1
+    # It leaves early for a helper that may be idle.
+    helped: bool = False
     # Whom the forward output went to, or goes to.
     next_worker: WorkerId | None = None
     # The whole route, known once it ended.

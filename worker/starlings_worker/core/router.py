@@ -12,7 +12,7 @@ contiguous: whoever runs to the end of its span is needed for no later stage.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from starlings_protos.messages import Span, WorkerId
@@ -45,12 +45,14 @@ class PeerView:
 class Boundary:
     """A way out:
 
-    leave after stage `exit_stage`, to `next_worker` (None: the model ends here, or nobody is usable now).
+    leave after stage `exit_stage`, to `next_worker` (None: the model ends here, or nobody is usable now). `helped`:
+    it leaves early so that a helper takes over what waits here, not because that is its own fastest way.
     """
 
     exit_stage: int
     next_worker: WorkerId | None
     cost_s: float
+    helped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,11 @@ def choose_next(
     return None if best is None else Boundary(stage - 1, best[2], best[1])
 
 
+def helpers(peers: Iterable[PeerView]) -> list[PeerView]:
+    """Those with room that get work from others alone. Whoever holds the first stage leases as much as it can do."""
+    return [peer for peer in peers if peer.span.first_stage > 0 and peer.free_slots != 0]
+
+
 def choose_exit(
     entry_stage: int,
     span: Span,
@@ -117,28 +124,39 @@ def choose_exit(
     early_exits: Collection[int],
     margin: float,
     rng: random.Random,
+    waiting: int = 0,
 ) -> Boundary:
     """Where a microbatch that enters at `entry_stage` leaves `span`; normally the end of the span.
 
     An earlier stage is taken only if it is one of `early_exits`, when its expected time beats the span's end by
     the factor `margin` and every later stage has a holder off the route. `visited` includes this worker.
+
+    Args:
+        waiting: microbatches that wait for what this one takes here. They do so for less when a helper takes it over.
     """
     end = span.last_stage
     table = onward(stage_count, peers, visited)
     own_s = 0.0
+    waited_s = waiting * sum(own_stage_seconds.get(stage, 0.0) for stage in range(entry_stage, end + 1))
+    able = helpers(peers) if waiting else []
     options: list[Boundary] = []
     for exit_stage in range(entry_stage, end + 1):
         own_s += own_stage_seconds.get(exit_stage, 0.0)
         if exit_stage == stage_count - 1:
-            options.append(Boundary(exit_stage, None, own_s))
+            options.append(Boundary(exit_stage, None, own_s + waited_s))
             continue
         if exit_stage != end and not (exit_stage in early_exits and table.passable[exit_stage + 1]):
             continue
         chosen = choose_next(exit_stage + 1, stage_count, peers, visited, rng, table)
+        if exit_stage != end and able:
+            helper = choose_next(exit_stage + 1, stage_count, able, visited, rng, table)
+            if helper is not None:
+                cost_s = own_s + helper.cost_s + waiting * own_s
+                options.append(Boundary(exit_stage, helper.next_worker, cost_s, helped=True))
         if chosen is not None:
-            options.append(Boundary(exit_stage, chosen.next_worker, own_s + chosen.cost_s))
+            options.append(Boundary(exit_stage, chosen.next_worker, own_s + chosen.cost_s + waited_s))
         elif exit_stage == end:
-            options.append(Boundary(exit_stage, None, own_s))
+            options.append(Boundary(exit_stage, None, own_s + waited_s))
     at_end = options[-1]
     earlier = min(options[:-1], key=lambda option: option.cost_s, default=at_end)
     if at_end.next_worker is None and end != stage_count - 1:
