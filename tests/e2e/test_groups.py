@@ -139,7 +139,7 @@ def test_what_happens_to_one_costs_its_contribution_and_nobody_hangs(tmp_path: P
         first = rounds.slot - 1
         lost = [e.text for e in swarm.history.events if e.kind == "lost" and victim in e.text]
         assert len(lost) == 1 if blow == "killed" else len(lost) <= 1
-        watch(swarm, rounds, lambda r: rounds.slot > first + CLEAN_SLOTS, 2 * CLEAN_SLOTS * SLOT_S)
+        watch(swarm, rounds, lambda r: rounds.slot > first + CLEAN_SLOTS, 4 * CLEAN_SLOTS * SLOT_S)
         assert not [e.text for e in swarm.history.events if e.kind == "lost" and e.text not in lost]
         for worker in names:
             for past in range(first, first + CLEAN_SLOTS):

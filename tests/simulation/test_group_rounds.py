@@ -198,6 +198,37 @@ def test_newcomers_and_unlike_seeds_copy_what_the_group_has() -> None:
     clean_rounds_follow(world, now(world) + 1)
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_starting_point_that_fits_into_no_slot_is_copied_in_longer_ones(fragments: int) -> None:
+    world = GroupWorld(12, 3, rules(fragments=fragments))
+    world.run_slots(3)
+    usual_s = world.coordinator.clock.length_of(now(world))
+    world.anchor_s = 1.5 * usual_s
+    late = world.join(W[3])
+    world.run_slots(20)
+    assert SoloReason.BEHIND in {o.solo_reason for o in late.outcomes}
+    assert results(late, now(world) - 1)[-1] is SwapResult.COMMITTED
+    world.run_slots(8)
+    assert world.coordinator.clock.length_of(now(world)) == pytest.approx(usual_s, rel=0.2)
+    clean_rounds_follow(world, now(world) + 1, 5)
+
+
+def test_whose_link_is_too_thin_to_copy_is_named_and_holds_nobody_up_for_long() -> None:
+    world = GroupWorld(13, 3, rules())
+    world.run_slots(3)
+    usual_s = world.coordinator.clock.length_of(now(world))
+    world.anchor_s = 1e6
+    late = world.join(W[3])
+    world.run_slots(45)
+    assert world.coordinator.clock.length_of(now(world)) == pytest.approx(usual_s, rel=0.2)
+    (named,) = world.coordinator.book.named
+    assert (named.worker_id, named.by) == (W[3], None)
+    assert "larger [exchange] every or more fragments" in named.reason
+    assert late.outcomes[-1].solo_reason is SoloReason.NOT_MATCHED
+    others = [results(worker, 2) for w, worker in world.workers.items() if w != W[3]]
+    assert all(set(found) == {SwapResult.COMMITTED} for found in others)
+
+
 @pytest.mark.slow
 def test_unlike_beginnings_are_caught_before_anything_is_averaged() -> None:
     world = GroupWorld(9, 0, rules())

@@ -207,7 +207,8 @@ class Worker:
         if world.loses(self.worker_id, to, header):
             world.after(UNANSWERED_S, lambda: self._not_sent(header, to, Refusal.UNSPECIFIED))
             return
-        world.after(world.delay_s(), lambda: self._deliver(header, to, tensors))
+        delay_s = world.anchor_s if header.leg is GroupLeg.ANCHOR else 0.0
+        world.after(delay_s + world.delay_s(), lambda: self._deliver(header, to, tensors))
 
     def _deliver(self, header: GroupHeader, to: WorkerId, tensors: Mapping[str, tuple[bytes, str]]) -> None:
         world, receiver = self.world, self.world.workers.get(to)
@@ -256,6 +257,8 @@ class GroupWorld:
         self._count = 0
         self.loss = 0.0
         self.jitter_s = 0.0
+        # What an exact starting point takes on the links, beside that.
+        self.anchor_s = 0.0
         # (sender, receiver, leg) that are lost; None stands for anybody.
         self.cut: set[tuple[WorkerId | None, WorkerId | None, GroupLeg]] = set()
         self.bytes_sent: Counter[WorkerId] = Counter()

@@ -6,7 +6,9 @@ from collections import Counter
 
 from starlings_coordinator.core.grouping.book import GroupBook
 from starlings_coordinator.core.grouping.round import GroupRound
+from starlings_coordinator.core.pairing.clock import MOST_SLOT_S
 from starlings_coordinator.core.pairing.links import LinkEstimates
+from starlings_coordinator.core.pairing.outcomes import Named
 from starlings_coordinator.core.pairing.rounds import (
     START_WAIT_S,
     PairSettings,
@@ -30,6 +32,13 @@ from starlings_protos.pair_messages import RoundOutcome, RoundReady, SoloReason,
 DEADLINE = 0.7
 # Who is ready is seated this part of a slot before the slot begins, at the latest.
 LATEST_SEATS = 0.12
+# Who copies the group's starting point has the rest of one slot for that: exact values, several times what a round
+# sends. When it was late so often, slots get this much longer, until it has come, or they are so many times as long.
+LATE_COPIES = 2
+LONGER_TO_COPY = 2.0
+LONGEST_TO_COPY = 8.0
+# Who could not even copy in the longest slots is left alone for so many.
+COPY_AGAIN_AFTER = 64
 # No member's part of a fragment is larger or smaller than the usual one by more than this.
 SHARE_FACTOR = 4.0
 
@@ -54,6 +63,12 @@ class GroupStage(StageRounds):
         self._anchors: dict[WorkerId, str] = {}
         # The newest slot after which a replica stood where others stood, by fragment.
         self._averaged_at: dict[tuple[WorkerId, int], int] = {}
+        # How often in a row each could not copy which fragment in time; what slots last for the sake of these, and
+        # would without.
+        self._late_copies: dict[WorkerId, Counter[int]] = {}
+        self._copy_slot_s = self._usual_slot_s = 0.0
+        # Who is left alone, up to which slot.
+        self._too_thin: dict[WorkerId, int] = {}
 
     # ------------------------------------------------------------------ who is here, what they say
 
@@ -66,6 +81,9 @@ class GroupStage(StageRounds):
     def left(self, worker_id: WorkerId) -> None:
         super().left(worker_id)
         self._anchors.pop(worker_id, None)
+        self._late_copies.pop(worker_id, None)
+        self._too_thin.pop(worker_id, None)
+        self._usual_if_nobody_copies()
         self._averaged_at = {k: slot for k, slot in self._averaged_at.items() if k[0] != worker_id}
         if self.round is not None:
             self.round.leave(worker_id)
@@ -94,7 +112,16 @@ class GroupStage(StageRounds):
             return False
         if message.result is SwapResult.COMMITTED:
             self._averaged_at[worker_id, message.fragment] = message.slot
+            self._note_copied(worker_id, message.slot)
             self._note_fit(message.slot, in_time=True)
+        elif message.partner and message.solo_reason is SoloReason.BEHIND:
+            # Of use as long as the fragment's next seats are not given.
+            if self._matched < message.slot + self.clock.fragments:
+                self._note_copied(worker_id, message.slot)
+            else:
+                self._note_late_copy(worker_id, message.slot)
+        elif message.partner and message.solo_reason is SoloReason.LATE:
+            self._note_late_copy(worker_id, message.slot)
         elif message.solo_reason is SoloReason.LATE:
             self._note_fit(message.slot, in_time=False)
         return True
@@ -106,6 +133,49 @@ class GroupStage(StageRounds):
         if self.round is not None:
             told += self._noted(self.round.look(now_s))
         return told + super().look_at_time(tokens_done, now_s)
+
+    def _least_s(self) -> float:
+        return max(super()._least_s(), self._copy_slot_s)
+
+    def _note_late_copy(self, worker_id: WorkerId, slot: int) -> None:
+        """What does not fit into a slot is dropped when the next begins, so it is never there."""
+        if not self.clock.running or self.clock.length_of(slot) < self._copy_slot_s:
+            return  # A longer one is announced already.
+        late = self._late_copies.setdefault(worker_id, Counter())
+        late[self.clock.fragment_of(slot)] += 1
+        if late.total() < LATE_COPIES:
+            return
+        self._late_copies[worker_id] = Counter(dict.fromkeys(late, 0))
+        length_s = self.clock.length_of(slot)
+        self._usual_slot_s = self._usual_slot_s or length_s
+        longer_s = min(MOST_SLOT_S, LONGER_TO_COPY * length_s)
+        if length_s < longer_s <= LONGEST_TO_COPY * self._usual_slot_s:
+            self._copy_slot_s = longer_s
+            return
+        del self._late_copies[worker_id]
+        self._usual_if_nobody_copies()
+        self._too_thin[worker_id] = slot + COPY_AGAIN_AFTER
+        reason = (
+            f"the others' starting point of {self._copy_bytes() / 1e6:.1f} MB does not come to it in a slot of "
+            f"{length_s:.0f} s; a larger [exchange] every or more fragments would help"
+        )
+        self.book.name(Named(worker_id, None, reason))
+
+    def _note_copied(self, worker_id: WorkerId, slot: int) -> None:
+        late = self._late_copies.get(worker_id)
+        if late is not None:
+            del late[self.clock.fragment_of(slot)]
+            if not late:
+                del self._late_copies[worker_id]
+        self._usual_if_nobody_copies()
+
+    def _usual_if_nobody_copies(self) -> None:
+        if not self._late_copies:
+            self._copy_slot_s = self._usual_slot_s = 0.0
+
+    def _copy_bytes(self) -> int:
+        tensors = 2 if self.settings.rules.main.outer_momentum > 0 else 1
+        return 4 * tensors * -(-self.settings.elements // self.settings.rules.fragments)
 
     def _noted(self, told: list[Told]) -> list[Told]:
         decided = next((message for _, message in told if isinstance(message, GroupDecided)), None)
@@ -129,7 +199,8 @@ class GroupStage(StageRounds):
         fragment = self.clock.fragment_of(slot)
         anchor = self._common_anchor(here, fragment)
         members = sorted((r for r in here if self._anchors[r.worker_id] == anchor), key=lambda r: r.worker_id)
-        adopters = tuple(sorted(r.worker_id for r in here if self._anchors[r.worker_id] != anchor))
+        behind = sorted(r.worker_id for r in here if self._anchors[r.worker_id] != anchor)
+        adopters = tuple(worker_id for worker_id in behind if self._too_thin.get(worker_id, 0) < slot)
         weights = self._weights(members, slot, now_s)
         if not any(weights.values()):
             weights = dict.fromkeys(weights, 1.0)
@@ -146,7 +217,7 @@ class GroupStage(StageRounds):
         )
         self.round = GroupRound(match, self.clock.begins_at(slot))
         self.book.opened(match)
-        return [(worker_id, match) for worker_id in sorted(r.worker_id for r in here)]
+        return [(worker_id, match) for worker_id in sorted([*(r.worker_id for r in members), *adopters])]
 
     def _common_anchor(self, here: list[Replica], fragment: int) -> str:
         """That of the most replicas which have averaged this fragment before (of all, where none has): newcomers have

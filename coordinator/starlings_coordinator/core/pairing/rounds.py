@@ -221,7 +221,7 @@ class StageRounds:
             warmup = self.settings.is_warmup(tokens_done)
             inner_steps = self.settings.phase(warmup=warmup).inner_steps
             steps = self._step_seconds()
-            if self.clock.review(inner_steps, steps, warmup=warmup, now_s=now_s, least_s=self._least_slot_s):
+            if self.clock.review(inner_steps, steps, warmup=warmup, now_s=now_s, least_s=self._least_s()):
                 told += [message for who in sorted(self.replicas) for message in self._clock_for(who, now_s)]
         following = slot + 1
         if following > self._matched and self._may_match(following, now_s):
@@ -229,6 +229,9 @@ class StageRounds:
             self._note_late(following)
             told += self._match(following, now_s)
         return told
+
+    def _least_s(self) -> float:
+        return self._least_slot_s
 
     def wake_at_s(self, now_s: float) -> float | None:
         if not self.clock.running:

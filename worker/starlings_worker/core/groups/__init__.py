@@ -36,6 +36,7 @@ overwritten); with more it trains on, and that share of what it did meanwhile st
 | an owner sends unlike aggregates | the digest that most have counts; the others lack the part |
 | a contribution is malformed, not finite or out of norm | its owner leaves it out of that part, and names it |
 | an aggregate is malformed, not finite or out of norm | it does not count as here; its owner is named |
+| a starting point does not come within a slot | slots get longer until it has; in the longest: named, and left alone |
 | the decision comes late | training goes on at the deadline; until the next slot the decision is still carried out |
 | the decision never comes | the round is over when the next slot begins; whoever heard it is ahead, the rest copy |
 | a match names another anchor than one has by now | one takes no part, and says the new one |
