@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from starlings_protos import common_pb2 as starlings__protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstarlings_protos/data.proto\x12\x0cstarlings.v1\x1a\x1dstarlings_protos/common.proto\"H\n\x05\x46rame\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x14.starlings.v1.HeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04\x62ody\"\xbf\x02\n\x06Header\x12\x34\n\nmicrobatch\x18\x01 \x01(\x0b\x32\x1e.starlings.v1.MicrobatchHeaderH\x00\x12\x30\n\x08\x65xchange\x18\x02 \x01(\x0b\x32\x1c.starlings.v1.ExchangeHeaderH\x00\x12*\n\x05state\x18\x03 \x01(\x0b\x32\x19.starlings.v1.StateHeaderH\x00\x12(\n\x04pair\x18\x04 \x01(\x0b\x32\x18.starlings.v1.PairHeaderH\x00\x12*\n\x05group\x18\x05 \x01(\x0b\x32\x19.starlings.v1.GroupHeaderH\x00\x12+\n\x07tensors\x18\n \x03(\x0b\x32\x1a.starlings.v1.TensorHeader\x12\x13\n\x0btotal_bytes\x18\x0b \x01(\x04\x42\t\n\x07subject\"\x89\x01\n\x0cTensorHeader\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\tdata_type\x18\x02 \x01(\x0e\x32\x16.starlings.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x12\n\nbyte_count\x18\x04 \x01(\x04\x12\r\n\x05\x63odec\x18\x05 \x01(\t\x12\x0e\n\x06sha256\x18\x06 \x01(\t\"\xc5\x01\n\x10MicrobatchHeader\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.starlings.v1.MicrobatchKey\x12\r\n\x05stage\x18\x02 \x01(\r\x12 \n\x05route\x18\x03 \x03(\x0b\x32\x11.starlings.v1.Hop\x12\x18\n\x10loss_denominator\x18\x04 \x01(\x01\x12\x10\n\x08loss_sum\x18\x05 \x01(\x01\x12\x14\n\x0ctarget_count\x18\x06 \x01(\x04\x12\x14\n\x0cplan_version\x18\x07 \x01(\x04\"w\n\x0e\x45xchangeHeader\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05group\x18\x03 \x01(\t\x12\x0c\n\x04part\x18\x04 \x01(\r\x12\x14\n\x0cplan_version\x18\x05 \x01(\x04\x12\x13\n\x0bpass_number\x18\x06 \x01(\r\"k\n\nPairHeader\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x10\n\x08\x66ragment\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\x04\x12\x0c\n\x04swap\x18\x04 \x01(\r\x12\x10\n\x08round_id\x18\x05 \x01(\x04\x12\x0e\n\x06sha256\x18\x06 \x01(\t\"f\n\x08PairWord\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.starlings.v1.PairWordKind\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x91\x01\n\x0bGroupHeader\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x10\n\x08\x66ragment\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\x04\x12\x10\n\x08round_id\x18\x04 \x01(\x04\x12#\n\x03leg\x18\x05 \x01(\x0e\x32\x16.starlings.v1.GroupLeg\x12\x0c\n\x04part\x18\x06 \x01(\r\x12\x0e\n\x06sha256\x18\x07 \x01(\t\"F\n\x0bStateHeader\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05\x62lock\x18\x02 \x01(\t\x12\x17\n\x0foptimizer_steps\x18\x03 \x01(\x04\"R\n\x0cStateRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x03(\t\x12\x11\n\toptimizer\x18\x03 \x01(\x08\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"F\n\x07Receipt\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x12\n\nfree_slots\x18\x02 \x01(\r\x12\x17\n\x0f\x62\x61\x63klog_seconds\x18\x03 \x01(\x01*\xd5\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x05\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x06\x12\x12\n\x0e\x44\x41TA_TYPE_BOOL\x10\x07\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x08*\x84\x01\n\x0cPairWordKind\x12\x1e\n\x1aPAIR_WORD_KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17PAIR_WORD_KIND_PREPARED\x10\x01\x12\x1b\n\x17PAIR_WORD_KIND_DECLINED\x10\x02\x12\x1a\n\x16PAIR_WORD_KIND_WAITING\x10\x03*p\n\x08GroupLeg\x12\x19\n\x15GROUP_LEG_UNSPECIFIED\x10\x00\x12\x1a\n\x16GROUP_LEG_CONTRIBUTION\x10\x01\x12\x17\n\x13GROUP_LEG_AGGREGATE\x10\x02\x12\x14\n\x10GROUP_LEG_ANCHOR\x10\x03\x32\xd9\x03\n\x04\x44\x61ta\x12\x37\n\x07\x46orward\x12\x13.starlings.v1.Frame\x1a\x15.starlings.v1.Receipt(\x01\x12\x38\n\x08\x42\x61\x63kward\x12\x13.starlings.v1.Frame\x1a\x15.starlings.v1.Receipt(\x01\x12:\n\nContribute\x12\x13.starlings.v1.Frame\x1a\x15.starlings.v1.Receipt(\x01\x12\x39\n\tAggregate\x12\x13.starlings.v1.Frame\x1a\x15.starlings.v1.Receipt(\x01\x12\x34\n\x04Pair\x12\x13.starlings.v1.Frame\x1a\x15.starlings.v1.Receipt(\x01\x12\x39\n\x08TellPair\x12\x16.starlings.v1.PairWord\x1a\x15.starlings.v1.Receipt\x12\x35\n\x05Group\x12\x13.starlings.v1.Frame\x1a\x15.starlings.v1.Receipt(\x01\x12?\n\nFetchState\x12\x1a.starlings.v1.StateRequest\x1a\x13.starlings.v1.Frame0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstarlings_protos/data.proto\x12\x0cstarlings.v1\x1a\x1dstarlings_protos/common.proto\"H\n\x05\x46rame\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x14.starlings.v1.HeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04\x62ody\"\xbf\x02\n\x06Header\x12\x34\n\nmicrobatch\x18\x01 \x01(\x0b\x32\x1e.starlings.v1.MicrobatchHeaderH\x00\x12\x30\n\x08\x65xchange\x18\x02 \x01(\x0b\x32\x1c.starlings.v1.ExchangeHeaderH\x00\x12*\n\x05state\x18\x03 \x01(\x0b\x32\x19.starlings.v1.StateHeaderH\x00\x12(\n\x04pair\x18\x04 \x01(\x0b\x32\x18.starlings.v1.PairHeaderH\x00\x12*\n\x05group\x18\x05 \x01(\x0b\x32\x19.starlings.v1.GroupHeaderH\x00\x12+\n\x07tensors\x18\n \x03(\x0b\x32\x1a.starlings.v1.TensorHeader\x12\x13\n\x0btotal_bytes\x18\x0b \x01(\x04\x42\t\n\x07subject\"\x89\x01\n\x0cTensorHeader\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\tdata_type\x18\x02 \x01(\x0e\x32\x16.starlings.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x12\n\nbyte_count\x18\x04 \x01(\x04\x12\r\n\x05\x63odec\x18\x05 \x01(\t\x12\x0e\n\x06sha256\x18\x06 \x01(\t\"\xd7\x01\n\x10MicrobatchHeader\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.starlings.v1.MicrobatchKey\x12\r\n\x05stage\x18\x02 \x01(\r\x12 \n\x05route\x18\x03 \x03(\x0b\x32\x11.starlings.v1.Hop\x12\x18\n\x10loss_denominator\x18\x04 \x01(\x01\x12\x10\n\x08loss_sum\x18\x05 \x01(\x01\x12\x14\n\x0ctarget_count\x18\x06 \x01(\x04\x12\x14\n\x0cplan_version\x18\x07 \x01(\x04\x12\x10\n\x08waited_s\x18\x08 \x01(\x01\"w\n\x0e\x45xchangeHeader\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05group\x18\x03 \x01(\t\x12\x0c\n\x04part\x18\x04 \x01(\r\x12\x14\n\x0cplan_version\x18\x05 \x01(\x04\x12\x13\n\x0bpass_number\x18\x06 \x01(\r\"k\n\nPairHeader\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x10\n\x08\x66ragment\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\x04\x12\x0c\n\x04swap\x18\x04 \x01(\r\x12\x10\n\x08round_id\x18\x05 \x01(\x04\x12\x0e\n\x06sha256\x18\x06 \x01(\t\"f\n\x08PairWord\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.starlings.v1.PairWordKind\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x91\x01\n\x0bGroupHeader\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x10\n\x08\x66ragment\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\x04\x12\x10\n\x08round_id\x18\x04 \x01(\x04\x12#\n\x03leg\x18\x05 \x01(\x0e\x32\x16.starlings.v1.GroupLeg\x12\x0c\n\x04part\x18\x06 \x01(\r\x12\x0e\n\x06sha256\x18\x07 \x01(\t\"F\n\x0bStateHeader\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05\x62lock\x18\x02 \x01(\t\x12\x17\n\x0foptimizer_steps\x18\x03 \x01(\x04\"R\n\x0cStateRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x03(\t\x12\x11\n\toptimizer\x18\x03 \x01(\x08\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"F\n\x07Receipt\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x12\n\nfree_slots\x18\x02 \x01(\r\x12\x17\n\x0f\x62\x61\x63klog_seconds\x18\x03 \x01(\x01*\xd5\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x05\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x06\x12\x12\n\x0e\x44\x41TA_TYPE_BOOL\x10\x07\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x08*\x84\x01\n\x0cPairWordKind\x12\x1e\n\x1aPAIR_WORD_KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17PAIR_WORD_KIND_PREPARED\x10\x01\x12\x1b\n\x17PAIR_WORD_KIND_DECLINED\x10\x02\x12\x1a\n\x16PAIR_WORD_KIND_WAITING\x10\x03*p\n\x08GroupLeg\x12\x19\n\x15GROUP_LEG_UNSPECIFIED\x10\x00\x12\x1a\n\x16GROUP_LEG_CONTRIBUTION\x10\x01\x12\x17\n\x13GROUP_LEG_AGGREGATE\x10\x02\x12\x14\n\x10GROUP_LEG_ANCHOR\x10\x03\x32\xd9\x03\n\x04\x44\x61ta\x12\x37\n\x07\x46orward\x12\x13.starlings.v1.Frame\x1a\x15.starlings.v1.Receipt(\x01\x12\x38\n\x08\x42\x61\x63kward\x12\x13.starlings.v1.Frame\x1a\x15.starlings.v1.Receipt(\x01\x12:\n\nContribute\x12\x13.starlings.v1.Frame\x1a\x15.starlings.v1.Receipt(\x01\x12\x39\n\tAggregate\x12\x13.starlings.v1.Frame\x1a\x15.starlings.v1.Receipt(\x01\x12\x34\n\x04Pair\x12\x13.starlings.v1.Frame\x1a\x15.starlings.v1.Receipt(\x01\x12\x39\n\x08TellPair\x12\x16.starlings.v1.PairWord\x1a\x15.starlings.v1.Receipt\x12\x35\n\x05Group\x12\x13.starlings.v1.Frame\x1a\x15.starlings.v1.Receipt(\x01\x12?\n\nFetchState\x12\x1a.starlings.v1.StateRequest\x1a\x13.starlings.v1.Frame0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'starlings_protos.data_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATATYPE']._serialized_start=1523
-  _globals['_DATATYPE']._serialized_end=1736
-  _globals['_PAIRWORDKIND']._serialized_start=1739
-  _globals['_PAIRWORDKIND']._serialized_end=1871
-  _globals['_GROUPLEG']._serialized_start=1873
-  _globals['_GROUPLEG']._serialized_end=1985
+  _globals['_DATATYPE']._serialized_start=1541
+  _globals['_DATATYPE']._serialized_end=1754
+  _globals['_PAIRWORDKIND']._serialized_start=1757
+  _globals['_PAIRWORDKIND']._serialized_end=1889
+  _globals['_GROUPLEG']._serialized_start=1891
+  _globals['_GROUPLEG']._serialized_end=2003
   _globals['_FRAME']._serialized_start=76
   _globals['_FRAME']._serialized_end=148
   _globals['_HEADER']._serialized_start=151
@@ -45,21 +45,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TENSORHEADER']._serialized_start=473
   _globals['_TENSORHEADER']._serialized_end=610
   _globals['_MICROBATCHHEADER']._serialized_start=613
-  _globals['_MICROBATCHHEADER']._serialized_end=810
-  _globals['_EXCHANGEHEADER']._serialized_start=812
-  _globals['_EXCHANGEHEADER']._serialized_end=931
-  _globals['_PAIRHEADER']._serialized_start=933
-  _globals['_PAIRHEADER']._serialized_end=1040
-  _globals['_PAIRWORD']._serialized_start=1042
-  _globals['_PAIRWORD']._serialized_end=1144
-  _globals['_GROUPHEADER']._serialized_start=1147
-  _globals['_GROUPHEADER']._serialized_end=1292
-  _globals['_STATEHEADER']._serialized_start=1294
-  _globals['_STATEHEADER']._serialized_end=1364
-  _globals['_STATEREQUEST']._serialized_start=1366
-  _globals['_STATEREQUEST']._serialized_end=1448
-  _globals['_RECEIPT']._serialized_start=1450
-  _globals['_RECEIPT']._serialized_end=1520
-  _globals['_DATA']._serialized_start=1988
-  _globals['_DATA']._serialized_end=2461
+  _globals['_MICROBATCHHEADER']._serialized_end=828
+  _globals['_EXCHANGEHEADER']._serialized_start=830
+  _globals['_EXCHANGEHEADER']._serialized_end=949
+  _globals['_PAIRHEADER']._serialized_start=951
+  _globals['_PAIRHEADER']._serialized_end=1058
+  _globals['_PAIRWORD']._serialized_start=1060
+  _globals['_PAIRWORD']._serialized_end=1162
+  _globals['_GROUPHEADER']._serialized_start=1165
+  _globals['_GROUPHEADER']._serialized_end=1310
+  _globals['_STATEHEADER']._serialized_start=1312
+  _globals['_STATEHEADER']._serialized_end=1382
+  _globals['_STATEREQUEST']._serialized_start=1384
+  _globals['_STATEREQUEST']._serialized_end=1466
+  _globals['_RECEIPT']._serialized_start=1468
+  _globals['_RECEIPT']._serialized_end=1538
+  _globals['_DATA']._serialized_start=2006
+  _globals['_DATA']._serialized_end=2479
 # @@protoc_insertion_point(module_scope)

@@ -243,6 +243,7 @@ class MicrobatchHeader(_message.Message):
     LOSS_SUM_FIELD_NUMBER: _builtins.int
     TARGET_COUNT_FIELD_NUMBER: _builtins.int
     PLAN_VERSION_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     """The stage that the receiver begins with (Forward), or whose output the gradient belongs to (Backward)."""
     loss_denominator: _builtins.float
@@ -253,6 +254,10 @@ class MicrobatchHeader(_message.Message):
     """Backward only: target tokens that `loss_sum` is over."""
     plan_version: _builtins.int
     """The plan that the sender routes by."""
+    waited_s: _builtins.float
+    """Backward only: seconds that the microbatch has waited since the receiver sent it on, by everybody's own clock: for
+    devices, for room, for links that carried others. How many are kept under way is worked out from what remains.
+    """
     @_builtins.property
     def key(self) -> _common_pb2.MicrobatchKey: ...
     @_builtins.property
@@ -269,10 +274,11 @@ class MicrobatchHeader(_message.Message):
         loss_sum: _builtins.float = ...,
         target_count: _builtins.int = ...,
         plan_version: _builtins.int = ...,
+        waited_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "loss_denominator", b"loss_denominator", "loss_sum", b"loss_sum", "plan_version", b"plan_version", "route", b"route", "stage", b"stage", "target_count", b"target_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "loss_denominator", b"loss_denominator", "loss_sum", b"loss_sum", "plan_version", b"plan_version", "route", b"route", "stage", b"stage", "target_count", b"target_count", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,6 +37,8 @@ DIMENSION_LIMIT = 8
 NAME_LIMIT_CHARACTERS = 512
 ID_LIMIT_CHARACTERS = 128
 ROUTE_LIMIT_HOPS = 1024
+# What a microbatch may claim to have waited: far more than anybody waits, and sums of it stay finite.
+WAIT_MOST_S = 1e6
 # Header and shape of a Packed come on top of the tensor itself (see starlings_compression.layout).
 ALLOWANCE_BYTES_PER_TENSOR = 1 << 10
 # Products of dimensions stay below this, also with a zero among them.
@@ -355,6 +357,8 @@ def _check_subject(subject: Message) -> None:
             texts = [hop.worker_id for hop in subject.route]
             if not (math.isfinite(subject.loss_denominator) and math.isfinite(subject.loss_sum)):
                 raise FrameError("a loss that is not finite")
+            if not 0 <= subject.waited_s <= WAIT_MOST_S:
+                raise FrameError(f"a wait of {subject.waited_s} s")
         case data_pb2.ExchangeHeader():
             texts = [subject.group]
         case data_pb2.StateHeader():

@@ -400,6 +400,7 @@ class MicrobatchHeader:
     plan_version: int
     loss_sum: float = 0.0
     target_count: int = 0
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

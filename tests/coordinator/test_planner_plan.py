@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from starlings_coordinator.planner.cuts import balanced_cut, candidate_cuts, stage_counts
-from starlings_coordinator.planner.fleet import Fleet, Holding, Option, useful_slots
+from starlings_coordinator.planner.fleet import SLOTS_MOST, Fleet, Holding, Option, useful_slots
 from starlings_coordinator.planner.plan import make_plan
 from starlings_coordinator.planner.search import find_cover
 from starlings_coordinator.planner.throughput import pour, solve_flow
@@ -137,7 +137,7 @@ def test_plans_cover_every_stage_within_memory_or_say_what_is_missing(
         last = reply.stages[planned.span.last_stage].last_block
         used = fleet.need_bytes(first, last, planned.slots, planned.recompute)
         assert used <= planned.memory_bytes <= given_worker.memory_bytes
-        assert 1 <= planned.slots <= 8
+        assert 1 <= planned.slots <= SLOTS_MOST
     assert 0 < reply.predicted_microbatches_per_s <= reply.bound_microbatches_per_s * (1 + 1e-9)
 
 

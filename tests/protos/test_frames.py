@@ -232,6 +232,9 @@ def lies() -> dict[str, tuple[data_pb2.Header, Refusal]]:
         "long route": (changed(lambda h: h.microbatch.route.extend([*h.microbatch.route] * 1025)), limit),
         "long worker id": (changed(lambda h: setattr(h.microbatch.route[0], "worker_id", "w" * 129)), limit),
         "infinite loss": (changed(lambda h: setattr(h.microbatch, "loss_sum", math.inf)), bad),
+        "a wait for ever": (changed(lambda h: setattr(h.microbatch, "waited_s", math.inf)), bad),
+        "a wait of no number": (changed(lambda h: setattr(h.microbatch, "waited_s", math.nan)), bad),
+        "a negative wait": (changed(lambda h: setattr(h.microbatch, "waited_s", -1.0)), bad),
         "no denominator": (changed(lambda h: setattr(h.microbatch, "loss_denominator", math.nan)), bad),
     }
 

@@ -6,8 +6,9 @@ from math import inf
 
 from starlings_job.profile import BlockProfile, Profile
 from starlings_job.spec import JobSpec, parse_job
-from starlings_protos.messages import WorkerId
+from starlings_protos.messages import PlannedWorker, PlanReply, PlanRequest, Span, Stage, WorkerId
 from starlings_simulator.timed.machines import Machine, Site
+from starlings_simulator.timed.run import Planner
 
 LENGTH = 64
 WIDTH = 64
@@ -67,3 +68,18 @@ def machine(number: int, speed: float = 1.0, *, site: str = "", memory_bytes: fl
 
 def homes(count: int, up_bytes_per_s: float = inf, down_bytes_per_s: float = inf) -> dict[str, Site]:
     return {f"home{n}": Site(f"home{n}", up_bytes_per_s, down_bytes_per_s) for n in range(count)}
+
+
+def chain(seconds: float, slots: int, *, leaders: int = 1) -> tuple[tuple[Machine, ...], Planner]:
+    """Three stages of about `seconds` per microbatch, one holder each but for the first, and the plan that says so."""
+    stages = (Stage(0, 2), Stage(3, 4), Stage(5, 7))
+    machines = tuple(machine(n, WHOLE_S / (3 * seconds)) for n in range(leaders + 2))
+    spans = {m.worker_id: Span(s, s) for m, s in zip(machines, [*[0] * leaders, 1, 2], strict=True)}
+
+    def plan(request: PlanRequest) -> PlanReply:
+        workers = tuple(
+            PlannedWorker(w.worker_id, spans[w.worker_id], slots, memory_bytes=1) for w in request.workers
+        )
+        return PlanReply(request.request_id, stages, workers, 1.0, 1.0)
+
+    return machines, plan

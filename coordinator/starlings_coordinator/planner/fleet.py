@@ -14,8 +14,9 @@ from starlings_job.memory import HEADROOM, MemoryUse, stage_memory
 from starlings_job.profile import Profile
 from starlings_protos.messages import PlanRequest, PlanWorker, Span, Stage, WorkerId
 
-# Microbatches that a worker holds at once at most: enough to be busy while others are on their way.
-SLOTS_MOST = 8
+# Microbatches that a worker holds at once at most, where memory lets it: enough for pipelines with long ways. How many
+# are under way is the workers' to find (in_flight.py), since nobody knows the links yet when a plan is made.
+SLOTS_MOST = 64
 # With a single slot a worker waits for every transfer instead of working meanwhile.
 ONE_SLOT_FACTOR = 1.25
 
@@ -158,7 +159,7 @@ class Fleet:
         Recomputation costs a second forward: only where fewer than two microbatches fit without.
         """
         whole = (first_block, last_block) == (0, len(self.profile.blocks) - 1)
-        wanted = 2 if whole and stages == 1 else min(SLOTS_MOST, stages + 3)
+        wanted = 2 if whole and stages == 1 else SLOTS_MOST
         wanted = min(wanted, max(2, self.request.microbatches_per_step))
         best = (0, False)
         for recompute in (False, True):

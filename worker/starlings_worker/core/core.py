@@ -9,38 +9,21 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import assert_never
 
-from starlings_protos.group_messages import GroupClosed, GroupDecided, GroupMatched
 from starlings_protos.messages import (
     Assignment,
-    AssignmentRenewed,
     ExchangeHeader,
-    ExchangeOpened,
-    Finish,
-    HeartbeatAck,
-    LeaseGrant,
     Leaving,
     MicrobatchHeader,
     Refusal,
-    Refused,
-    Retain,
-    Standby,
     StateReport,
-    StateWanted,
-    StepCommitted,
-    StepRestarted,
-    ToWorker,
-    Welcome,
     WorkerId,
 )
-from starlings_protos.pair_messages import PairMatched, SlotClock
-from starlings_protos.reach_messages import ReachOrder, Routes
-from starlings_protos.stream_messages import MicrobatchVoided, SwarmProgress, TrainingPaused
 from starlings_worker.core.admission import Admission, Rejection
+from starlings_worker.core.control import Control
 from starlings_worker.core.device import DeviceOutcome, DeviceQueue
-from starlings_worker.core.effects import Effect, KeepHistory, Load, SendControl, Stop, TakeCopy
+from starlings_worker.core.effects import Effect, Load, SendControl, Stop, TakeCopy
 from starlings_worker.core.events import (
     AggregateAssembled,
     ArrivalAborted,
@@ -174,6 +157,17 @@ class WorkerCore:
         self.wishes = Wishes(self.timings, self.table, self.flow, self.training, self.peers, self.outbox)
         self._now_s = 0.0
         self._leaving: tuple[str, float] | None = None
+        self.control = Control(
+            self.placement,
+            self.training,
+            self.stream,
+            self.meeting,
+            self.wishes,
+            self.counters,
+            self._effects.append,
+            self._stop,
+            lambda: self.draining,
+        )
 
     @property
     def assignment(self) -> Assignment | None:
@@ -266,7 +260,7 @@ class WorkerCore:
             return
         match event:
             case ControlReceived():
-                self._control(event.message, now_s)
+                self.control.heard(event.message, now_s)
             case ControlLost():
                 self.outbox.lost()
             case ControlRestored():
@@ -276,8 +270,10 @@ class WorkerCore:
             case MicrobatchArrived():
                 self.progress += 1
                 held = self.table.arrived(event.direction, event.header, event.sender)
-                if held is not None and event.direction is Direction.BACKWARD:
-                    self.flow.room_at(event.sender, now_s)
+                if held is not None:
+                    held.waits(now_s)
+                    if event.direction is Direction.BACKWARD:
+                        self.flow.room_at(event.sender, now_s)
             case ArrivalAborted():
                 self.table.aborted(event.direction, event.header)
             case PartArrived():
@@ -377,67 +373,6 @@ class WorkerCore:
         else:
             self.outbox.say(report)
 
-    def _control(self, message: ToWorker, now_s: float) -> None:
-        match message:
-            case Assignment():
-                self.placement.assigned(message, now_s)
-                self.meeting.replanned(self.assignment, now_s)
-            case LeaseGrant():
-                self.wishes.granted(message, opens_attempts=self.loaded and self.stream is None)
-            case Finish():
-                self._stop(Stop(message.done, message.reason, drained=self.draining))
-            case Refused():
-                self._stop(Stop(False, message.message))
-            case Standby():
-                self.placement.standby(message.reason)
-            case Retain():
-                updates_from = message.updates_from if message.updates else None
-                self._effects.append(KeepHistory(message.versions, updates_from))
-            case StepCommitted() if self.observing.active and not self.loaded:
-                self.placement.committed_elsewhere(message)
-            case SwarmProgress():
-                if self.stream is not None:
-                    self.stream.heard(message, now_s)
-            case StateWanted() | StepCommitted() | StepRestarted() | ExchangeOpened() if not self.loaded:
-                self.counters["stale_messages"] += 1
-            case MicrobatchVoided() | TrainingPaused() | StateWanted() if (
-                self.stream is not None and self.loaded and self._said_to_stream(message, self.stream)
-            ):
-                pass
-            case StepRestarted():
-                self.training.restarted(message)
-            case ExchangeOpened():
-                self.training.opened(message, self.placement.plan_version, now_s)
-            case StepCommitted():
-                self.training.committed(message)
-            case StateWanted():
-                self.training.state_wanted(replace(message, hand_over=message.hand_over and self.draining))
-            case AssignmentRenewed() | Welcome() | HeartbeatAck() | ReachOrder() | Routes():
-                pass  # The shell's business.
-            case MicrobatchVoided() | TrainingPaused():
-                self.counters["stale_messages"] += 1
-            case SlotClock() | PairMatched() | GroupMatched() | GroupClosed() | GroupDecided():
-                self.meeting.told(message, now_s)
-            case _:
-                assert_never(message)
-
-    def _said_to_stream(
-        self, message: MicrobatchVoided | TrainingPaused | StateWanted, stream: Stream
-    ) -> bool:
-        """Whether training without a barrier, or its end, is what the message is about."""
-        match message:
-            case MicrobatchVoided():
-                stream.void(message.keys)
-            case TrainingPaused():
-                stream.paused(message)
-            case StateWanted():
-                if not stream.running:
-                    return False
-                stream.state_wanted(message)
-            case _:
-                assert_never(message)
-        return True
-
     # ------------------------------------------------------------------ going on
 
     def _look_at_time(self, now_s: float) -> None:
@@ -463,9 +398,15 @@ class WorkerCore:
         if self.stopped:
             return
         self.observing.go_on()
-        self.table.promote()
+        self.table.promote(now_s)
         self.flow.send_due(now_s, rng)
         self._feed_device(now_s, rng)
+        self.table.in_flight.looked(
+            now_s,
+            under_way=self.table.own_count,
+            full=self.table.held_back,
+            idle=self.device.running is None and not self.meeting.holds_training,
+        )
         if self.loaded:
             self.wishes.go_on(now_s, draining=self.draining)
         else:

@@ -82,6 +82,7 @@ class Flow:
         if backward:
             held = min(backward, key=lambda held: (-held.entry_stage, held.order))
             held.phase = Phase.BACKWARD
+            held.goes_on(now_s)
             return ComputeBackward(held.key, self._table.unadded_stages(held) if held.trains else ())
         forward = [
             held
@@ -92,6 +93,7 @@ class Flow:
             return None
         held = min(forward, key=lambda held: (-held.entry_stage, held.order))
         held.phase = Phase.FORWARD
+        held.goes_on(now_s)
         way = choose_exit(
             held.entry_stage,
             place.span,
@@ -102,7 +104,9 @@ class Flow:
             early_exits=place.exits,
             margin=self._timings.early_exit_margin,
             rng=rng,
-            waiting=min(place.slots, len(forward) - 1 + len(self._table.leases)) if held.trains else 0,
+            waiting=min(self._table.in_flight.limit, len(forward) - 1 + len(self._table.leases))
+            if held.trains
+            else 0,
         )
         held.exit_stage, held.helped = way.exit_stage, way.helped
         if held.trains:
@@ -129,12 +133,14 @@ class Flow:
         place = self._table.place
         if place is None or held.exit_stage != place.stage_count - 1:
             held.phase = Phase.PLACING
+            held.waits(now_s)
             held.retry_at_s = now_s
             return
         held.full_route = (*held.route, held.own_hop(self._worker_id))
         held.loss_sum, held.target_count = event.loss_sum, event.target_count
         if held.trains:
             held.phase = Phase.GRADIENT_QUEUED
+            held.waits(now_s)
             return
         self._say(
             MicrobatchDone(held.key, held.full_route, event.loss_sum, event.target_count, event.next_token)
@@ -152,6 +158,7 @@ class Flow:
             held.phase = Phase.RETURNING
             held.retry_at_s = now_s
             return
+        self._table.in_flight.done(now_s - held.began_at_s, held.waited_s)
         self._say(MicrobatchDone(held.key, held.full_route, held.loss_sum, held.target_count))
         self._table.drop(held)
 
@@ -246,6 +253,7 @@ class Flow:
             place.plan_version,
             held.loss_sum,
             held.target_count,
+            held.waited_s + self._peers.link_wait_s(previous),
         )
         self._emit(SendMicrobatch(Direction.BACKWARD, header, previous))
 
@@ -259,6 +267,8 @@ class Flow:
         self._peers.succeeded(event.to, event.receipt, now_s - held.sent_at_s, now_s)
         if event.direction is Direction.FORWARD:
             held.sending_forward = False
+            if held.phase is Phase.AWAY:
+                held.goes_on(now_s, unavoidable_s=self._peers.link_least_s(event.to))
             held.settle()
             if not held.trains:
                 self._table.drop(held)

@@ -61,6 +61,11 @@ class Held:
     busy_tries: int = 0
     retry_at_s: float = 0.0
     failing_since_s: float | None = None
+    # Since when it waits for the device, or to be taken by the next worker; what it has waited since it is here, at
+    # workers behind this one too, once its gradient is back.
+    began_at_s: float = 0.0
+    waiting_since_s: float | None = None
+    waited_s: float = 0.0
     # `async`: the own steps of each stage of the run when its forward pass was computed.
     steps_at_forward: tuple[int, ...] = ()
 
@@ -78,6 +83,15 @@ class Held:
 
     def own_hop(self, worker_id: WorkerId) -> Hop:
         return Hop(worker_id, self.entry_stage, self.exit_stage)
+
+    def waits(self, now_s: float) -> None:
+        self.waiting_since_s = now_s
+
+    def goes_on(self, now_s: float, *, unavoidable_s: float = 0.0) -> None:
+        """`unavoidable_s`: of its wait, what it would have taken anyway."""
+        if self.waiting_since_s is not None:
+            self.waited_s += max(0.0, now_s - self.waiting_since_s - unavoidable_s)
+            self.waiting_since_s = None
 
     def settle(self) -> None:
         """The present transfer succeeded: later ones start with a clean slate."""

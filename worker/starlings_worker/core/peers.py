@@ -12,6 +12,9 @@ from starlings_protos.messages import Assignment, Receipt, Refusal, Span, Worker
 from starlings_worker.core.router import PeerView
 from starlings_worker.core.timings import WorkerTimings
 
+# Of the least time that sending has taken, per transfer: a link that has got slower is known after a few hundred.
+LEAST_FORGOTTEN = 0.002
+
 
 @dataclass(slots=True)
 class PeerState:
@@ -23,6 +26,8 @@ class PeerState:
     sent_since: int = 0
     free_slots: int | None = None
     link_s: float = 0.0
+    # The least of late: what sending there takes when nothing else is sent.
+    link_least_s: float = 0.0
     # In a row: unanswered or refused otherwise, and refused for lack of room.
     failures: int = 0
     busy: int = 0
@@ -103,11 +108,22 @@ class PeerTable:
             return
         weight = self._timings.measurement_weight
         state.link_s = took_s if state.link_s == 0.0 else state.link_s + weight * (took_s - state.link_s)
+        least_s = state.link_least_s or took_s
+        state.link_least_s = min(took_s, least_s + LEAST_FORGOTTEN * (took_s - least_s))
         state.backlog_s = receipt.backlog_seconds
         state.free_slots = receipt.free_slots
         state.heard_at_s = now_s
         state.sent_since = 0
         self.answered(worker_id)
+
+    def link_least_s(self, worker_id: WorkerId) -> float:
+        state = self.states.get(worker_id)
+        return state.link_least_s if state is not None else 0.0
+
+    def link_wait_s(self, worker_id: WorkerId) -> float:
+        """What sending there takes longer of late than it would alone."""
+        state = self.states.get(worker_id)
+        return max(0.0, state.link_s - state.link_least_s) if state is not None else 0.0
 
     def answered(self, worker_id: WorkerId) -> None:
         """The peer is there: its outage, if any, is over."""

@@ -131,7 +131,7 @@ class Placement:
         if before.workers - place.workers:
             # What is under way may still change workers where the lost one's span began or ended.
             place = replace(place, boundaries=place.boundaries | before.boundaries)
-        self._table.place = place
+        self._table.resettle(place)
         self._table.drop_forward_only()
         self._emit(UpdatePeers(new))
         self._raise_attempt(new)
@@ -174,7 +174,7 @@ class Placement:
         observing = self.observing
         self.assignment = new
         self._peers.update(new)
-        self._table.place = _place(self._worker_id, new, new.plan_version)
+        self._table.settle(_place(self._worker_id, new, new.plan_version))
         self._flow.stage_seconds = own_span_prior(new)
         self._emit(UpdatePeers(new))
         self._outbox.forget(Ready)
@@ -235,7 +235,7 @@ class Placement:
         if assignment.observer:
             self.observing.loaded(self.plan_version)
             return
-        self._table.place = _place(self._worker_id, assignment, assignment.plan_version)
+        self._table.settle(_place(self._worker_id, assignment, assignment.plan_version))
         self._training.begin((assignment.step, assignment.attempt), event.version)
         self._begin_stream(assignment, event.version, now_s)
         self.loaded = True
@@ -297,4 +297,6 @@ def _place(worker_id: WorkerId, assignment: Assignment, base_plan_version: int) 
         base_plan_version,
         boundaries_of(spans, len(assignment.stages)),
         frozenset({worker_id, *(peer.worker_id for peer in assignment.peers)}),
+        sum(span.first_stage == 0 for span in spans),
+        min(sum(stage in span for span in spans) for stage in range(len(assignment.stages))),
     )

@@ -33,6 +33,7 @@ from starlings_worker.core.admission import (
 from starlings_worker.core.device import DeviceQueue
 from starlings_worker.core.effects import ForgetMicrobatch
 from starlings_worker.core.events import Direction
+from starlings_worker.core.in_flight import InFlight
 from starlings_worker.core.losses import Fate, absent, fate_of
 from starlings_worker.core.microbatches import Held, Phase
 
@@ -61,6 +62,9 @@ class Place:
     boundaries: frozenset[int]
     # Everybody in the plan, this worker too.
     workers: frozenset[WorkerId]
+    # Of the plan: how many workers begin microbatches, and how many replicas the stage has that has fewest.
+    leaders: int = 1
+    narrowest: int = 1
 
     def may_enter(self, held: int, entry_stage: int) -> bool:
         return may_enter(self.slots, held, self.span, entry_stage, self.boundaries)
@@ -109,6 +113,32 @@ class MicrobatchTable:
         self.orphans: Counter[tuple[Direction, MicrobatchKey, WorkerId]] = Counter()
         # Transfers in that were dropped before they were complete: the shell may still keep what comes of them.
         self.late: Counter[MicrobatchKey] = Counter()
+        # Of one's own; and leases to have in store beside those that may begin, so that none waits for an answer.
+        self.in_flight = InFlight()
+        self.prefetch = 0
+        # Whether one more microbatch would begin if the limit of `in_flight` were higher.
+        self.held_back = False
+
+    # ------------------------------------------------------------------ the place
+
+    def settle(self, place: Place) -> None:
+        """The span is here, and nothing of it was computed yet."""
+        self.place = place
+        self.in_flight = InFlight(place.stage_count, self.most_own(place))
+
+    def resettle(self, place: Place) -> None:
+        """The span stays, and others have changed."""
+        self.place = place
+        self.in_flight.bound(self.most_own(place))
+
+    def most_own(self, place: Place) -> int:
+        """Microbatches of its own that a worker may have under way."""
+        return place.lease_room(0)
+
+    @property
+    def own_count(self) -> int:
+        """Those that this worker began, and that are trained."""
+        return sum(not held.route and held.trains for held in self.held.values())
 
     # ------------------------------------------------------------------ coming in
 
@@ -220,6 +250,7 @@ class MicrobatchTable:
             held.phase = Phase.GRADIENT_QUEUED
             held.full_route = header.route
             held.loss_sum, held.target_count = header.loss_sum, header.target_count
+            held.waited_s += header.waited_s
         return held
 
     def aborted(self, direction: Direction, header: MicrobatchHeader) -> None:
@@ -271,30 +302,38 @@ class MicrobatchTable:
             self.leases[key] = lease
         return True
 
-    def promote(self) -> None:
-        """Give free slots to leases of the present epoch, oldest first."""
+    def promote(self, now_s: float) -> None:
+        """Give free slots to leases of the present epoch, oldest first, as many as are to be under way."""
+        self.held_back = False
         if self.place is None:
             return
-        begun = []
+        begun, own = [], self.own_count
         for key, lease in self.leases.items():
             if not self.place.may_enter(len(self.held), 0):
                 break
-            if key.kind is LeaseKind.TRAIN and not self.is_current(key):
+            trains = key.kind is LeaseKind.TRAIN
+            if trains and not self.is_current(key):
                 continue
+            if trains and own >= self.in_flight.limit:
+                self.held_back = True
+                break
             begun.append(key)
-            self._hold(key, 0, (), lease.loss_denominator, Phase.QUEUED)
+            held = self._hold(key, 0, (), lease.loss_denominator, Phase.QUEUED)
+            held.began_at_s = now_s
+            held.waits(now_s)
+            own += trains
         for key in begun:
             del self.leases[key]
 
     def wish(self) -> int:
-        """How many more leases could be begun now; one more than that where a single slot would wait for each
-        answer.
+        """How many more leases could be begun now, and as many more as are begun before an answer is here; one at
+        least where a single slot would wait for each.
         """
         if self.place is None or self.place.span.first_stage != 0:
             return 0
-        most = self.place.lease_room(0)
-        prefetch = 1 if most <= 1 else 0
-        room = self.place.lease_room(len(self.held))
+        limit = self.in_flight.limit
+        prefetch = max(self.prefetch, int(min(limit, self.place.lease_room(0)) <= 1))
+        room = max(0, min(self.place.lease_room(len(self.held)), limit - self.own_count))
         return max(0, room + prefetch - len(self.leases))
 
     # ------------------------------------------------------------------ going away

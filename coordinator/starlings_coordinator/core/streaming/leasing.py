@@ -22,6 +22,8 @@ MICROBATCHES_PER_MESSAGE = 64
 TOKENS_PER_MESSAGE = 65_536
 # Nobody holds more microbatches than a worker keeps in store: one that is slow to read asks again and again.
 HELD_AT_MOST = 1024
+# How little is left of a job, so many one may hold, if it has room for them: else pipelines would run dry before.
+HELD_AT_LEAST = 8
 
 
 class Leasing:
@@ -135,7 +137,8 @@ class Leasing:
         if held > HELD_AT_MOST // 2:
             # Else it would be granted one microbatch after the other, each a block of its own.
             return
-        count = min(member.wish, max(self.doubt.slots(member.worker_id), min(share, HELD_AT_MOST)) - held)
+        least = min(self.doubt.slots(member.worker_id), HELD_AT_LEAST)
+        count = min(member.wish, max(least, min(share, HELD_AT_MOST)) - held)
         while count > 0:
             granted = self.book.grant(
                 member.worker_id,

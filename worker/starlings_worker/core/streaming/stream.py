@@ -99,6 +99,7 @@ class Stream:
         self._done_every_s = 0.0
         self._told_at_s = float("-inf")
         self._copies: deque[int] = deque()
+        table.staleness_room = rules.train.max_staleness * rules.inner_batch
         table.on_forward = self._note_steps
         table.stale_stages = self._stale_stages
         table.on_added = self._added

@@ -18,9 +18,10 @@ from starlings_worker.core.admission import Admission, Duplicate, Rejection
 from starlings_worker.core.device import DeviceQueue
 from starlings_worker.core.effects import ForgetMicrobatch
 from starlings_worker.core.events import Direction
+from starlings_worker.core.in_flight import most_by_age
 from starlings_worker.core.losses import Fate, stream_fate_of
 from starlings_worker.core.microbatches import Held
-from starlings_worker.core.table import LEASES_AT_MOST, Epoch, MicrobatchTable
+from starlings_worker.core.table import LEASES_AT_MOST, Epoch, MicrobatchTable, Place
 
 # Routes of what was added here, and keys that were given up, are remembered for messages that come twice or late.
 REMEMBERED = 4096
@@ -42,6 +43,8 @@ class StreamTable(MicrobatchTable):
         self.parting = False
         # How many leases to have in store beside those that could begin at once.
         self.stock = 0
+        # As many may go by while one is under way, where each stage has one replica: else gradients get too old.
+        self.staleness_room = LEASES_AT_MOST
         # Said before a forward and a backward pass; see stream.py.
         self.on_forward: Callable[[Held], None] = lambda held: None
         self.stale_stages: Callable[[Held], tuple[int, ...]] = lambda held: ()
@@ -83,6 +86,10 @@ class StreamTable(MicrobatchTable):
             return self._admit_backward(header, sender, receipt)
         return super().admit(direction, header, sender, receipt)
 
+    def most_own(self, place: Place) -> int:
+        by_age = most_by_age(self.staleness_room, place.leaders, place.narrowest)
+        return min(super().most_own(place), by_age)
+
     # ------------------------------------------------------------------ leases
 
     def wish(self) -> int:
@@ -92,7 +99,7 @@ class StreamTable(MicrobatchTable):
             return at_once
         if self.parting:
             return 0
-        most = min(self.place.lease_room(0) + 1 + self.stock, LEASES_AT_MOST)
+        most = min(self.in_flight.limit + 1 + self.stock, LEASES_AT_MOST)
         if at_once == 0 and len(self.leases) > most // 2:
             return 0
         return max(at_once, most - len(self.leases))
