@@ -28,6 +28,7 @@ from starlings_protos.messages import (
     PeerUnreachable,
     ProbeReport,
     Refusal,
+    SlowedBy,
     ToCoordinator,
 )
 from starlings_protos.pair_messages import RoundOutcome
@@ -42,6 +43,7 @@ ENTRIES_LIMIT = 16384
 ADDRESSES_LIMIT = 16
 # A worker holds tunnels to two at once, and may be changing.
 RELAYS_LIMIT = 4
+_SLOWED_BY = {int(reason): reason for reason in SlowedBy}
 _WORKER_ID = re.compile(r"w[0-9a-f]{16}")
 # A gradient or a loss that is not finite is a fact about the training, and the core's to judge.
 _MAY_BE_INFINITE = frozenset({"loss_sum", "squared_norm"})
@@ -54,8 +56,8 @@ def received(message: control_pb2.ToCoordinator) -> ToCoordinator:
         RefusedError: MALFORMED or LIMIT, with what is wrong.
     """
     if message.WhichOneof("body") == "heartbeat":
-        # Two numbers, and most of what a large swarm says: nothing can be wrong with them.
-        return Heartbeat(message.heartbeat.progress, message.heartbeat.version)
+        # Most of what a large swarm says.
+        return _heartbeat(message.heartbeat)
     # Before any record is made: a megabyte can hold half a million empty entries.
     _check_counts(message)
     try:
@@ -75,6 +77,24 @@ def received(message: control_pb2.ToCoordinator) -> ToCoordinator:
     if isinstance(record, RoundOutcome) and record.partner:
         _check_id(record.partner)
     return record
+
+
+def _heartbeat(said: control_pb2.Heartbeat) -> Heartbeat:
+    _check_count("stage_seconds", len(said.stage_seconds))
+    seconds = (said.busy_s, said.push_s, said.room_s, *said.stage_seconds)
+    if not all(map(math.isfinite, seconds)):
+        raise RefusedError(Refusal.MALFORMED, "A malformed message: a heartbeat's seconds are not finite.")
+    return Heartbeat(
+        said.progress,
+        said.version,
+        said.busy_s,
+        said.passes,
+        seconds[3:],
+        said.push_s,
+        said.room_s,
+        # A newer worker may know further reasons.
+        _SLOWED_BY.get(int(said.slowed_by), SlowedBy.UNSPECIFIED),
+    )
 
 
 def checked(record: R) -> R:

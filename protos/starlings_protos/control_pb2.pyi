@@ -20,6 +20,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _SlowedBy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SlowedByEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SlowedBy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SLOWED_BY_UNSPECIFIED: _SlowedBy.ValueType  # 0
+    """Nothing slows it, or its telemetry does not say."""
+    SLOWED_BY_HEAT: _SlowedBy.ValueType  # 1
+    """It is too hot."""
+    SLOWED_BY_POWER: _SlowedBy.ValueType  # 2
+    """Its power limit, or a supply that does not give what it would take."""
+
+class SlowedBy(_SlowedBy, metaclass=_SlowedByEnumTypeWrapper):
+    """What a device's own telemetry says of its clocks."""
+
+SLOWED_BY_UNSPECIFIED: SlowedBy.ValueType  # 0
+"""Nothing slows it, or its telemetry does not say."""
+SLOWED_BY_HEAT: SlowedBy.ValueType  # 1
+"""It is too hot."""
+SLOWED_BY_POWER: SlowedBy.ValueType  # 2
+"""Its power limit, or a supply that does not give what it would take."""
+Global___SlowedBy: _TypeAlias = SlowedBy  # noqa: Y015
+
 class _SwapResult:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -447,19 +471,49 @@ class Heartbeat(_message.Message):
 
     PROGRESS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    BUSY_S_FIELD_NUMBER: _builtins.int
+    PASSES_FIELD_NUMBER: _builtins.int
+    STAGE_SECONDS_FIELD_NUMBER: _builtins.int
+    PUSH_S_FIELD_NUMBER: _builtins.int
+    ROOM_S_FIELD_NUMBER: _builtins.int
+    SLOWED_BY_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Rises whenever the training loop gets something done; a hung engine is told from a slow one by it."""
     version: _builtins.int
     """Committed version of the weights that the engine holds."""
+    busy_s: _builtins.float
+    """Seconds that the device has been at its present piece of work; 0 while it has none. With `progress`: a device that
+    hangs has one that does not end, and who waits for work has none.
+    """
+    passes: _builtins.int
+    """Passes of microbatches (forward or backward) that the device has computed so far."""
+    push_s: _builtins.float
+    """Sending one microbatch's tensors to a peer, in the mean; 0 before the first."""
+    room_s: _builtins.float
+    """From the end of a pass until a peer had room for its result, in the mean."""
+    slowed_by: Global___SlowedBy.ValueType
+    """Why the device says that it runs below its speed."""
+    @_builtins.property
+    def stage_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Forward plus backward pass of one microbatch, per stage of the span in order: a running mean of what was measured; 0
+        for a stage that nothing has passed yet. Empty while the worker holds nothing.
+        """
+
     def __init__(
         self,
         *,
         progress: _builtins.int = ...,
         version: _builtins.int = ...,
+        busy_s: _builtins.float = ...,
+        passes: _builtins.int = ...,
+        stage_seconds: _abc.Iterable[_builtins.float] | None = ...,
+        push_s: _builtins.float = ...,
+        room_s: _builtins.float = ...,
+        slowed_by: Global___SlowedBy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "passes", b"passes", "progress", b"progress", "push_s", b"push_s", "room_s", b"room_s", "slowed_by", b"slowed_by", "stage_seconds", b"stage_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3114,6 +3168,10 @@ class WorkerStatus(_message.Message):
     GRADIENTS_STALE_FIELD_NUMBER: _builtins.int
     REACH_FIELD_NUMBER: _builtins.int
     RELAYS_FIELD_NUMBER: _builtins.int
+    SUSPECT_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
+    SLOWDOWN_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     device: _builtins.str
     """As in Hello."""
@@ -3121,7 +3179,7 @@ class WorkerStatus(_message.Message):
     state: _builtins.str
     """"joining", "probing", "standby", "observing", "loading", "training", "leaving", "lost"."""
     reason: _builtins.str
-    """Why it is idle, in words."""
+    """Why it is idle, suspect or slow, in words."""
     tokens: _builtins.int
     """Target tokens in committed steps whose microbatches this worker led."""
     tokens_per_second: _builtins.float
@@ -3140,6 +3198,16 @@ class WorkerStatus(_message.Message):
     """Gradients that were too old to be added here."""
     reach: _builtins.str
     """How peers reach it: "direct", "relayed", "partly" (some through a relay), "unreachable"; empty when not known yet."""
+    suspect: _builtins.bool
+    """It is silent, or its device gets nothing done: it gets no new work, and is given up if that goes on."""
+    pace: _builtins.str
+    """Its pace against the planned one: "green", "yellow" (gets less work) or "red" (somebody else should hold its stages);
+    empty for a worker that holds nothing.
+    """
+    slowdown: _builtins.float
+    """How much slower than planned, in comparison with all others; 1 = as planned, 0 for a worker that holds nothing."""
+    cause: _builtins.str
+    """What its time goes into beyond the plan: "compute", "uplink", "heat", "power", or "queue": its peers have no room."""
     @_builtins.property
     def span(self) -> _common_pb2.Span:
         """Absent when the worker holds nothing."""
@@ -3182,10 +3250,14 @@ class WorkerStatus(_message.Message):
         gradients_stale: _builtins.int = ...,
         reach: _builtins.str = ...,
         relays: _abc.Iterable[_builtins.str] | None = ...,
+        suspect: _builtins.bool = ...,
+        pace: _builtins.str = ...,
+        slowdown: _builtins.float = ...,
+        cause: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "device", b"device", "device_class", b"device_class", "gossip_peers", b"gossip_peers", "gradients_stale", b"gradients_stale", "inner_steps", b"inner_steps", "memory_bytes", b"memory_bytes", "planned_memory_bytes", b"planned_memory_bytes", "reach", b"reach", "reason", b"reason", "relays", b"relays", "seconds", b"seconds", "span", b"span", "staleness", b"staleness", "staleness_most", b"staleness_most", "state", b"state", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "cause", b"cause", "device", b"device", "device_class", b"device_class", "gossip_peers", b"gossip_peers", "gradients_stale", b"gradients_stale", "inner_steps", b"inner_steps", "memory_bytes", b"memory_bytes", "pace", b"pace", "planned_memory_bytes", b"planned_memory_bytes", "reach", b"reach", "reason", b"reason", "relays", b"relays", "seconds", b"seconds", "slowdown", b"slowdown", "span", b"span", "staleness", b"staleness", "staleness_most", b"staleness_most", "state", b"state", "suspect", b"suspect", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

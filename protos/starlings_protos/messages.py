@@ -32,6 +32,7 @@ from starlings_protos.vocabulary import ExchangePurpose as ExchangePurpose
 from starlings_protos.vocabulary import LeaseKind as LeaseKind
 from starlings_protos.vocabulary import MicrobatchKey as MicrobatchKey
 from starlings_protos.vocabulary import Refusal as Refusal
+from starlings_protos.vocabulary import SlowedBy as SlowedBy
 from starlings_protos.vocabulary import Span as Span
 from starlings_protos.vocabulary import Stage as Stage
 from starlings_protos.vocabulary import WorkerId as WorkerId
@@ -88,6 +89,12 @@ class Hello:
 class Heartbeat:
     progress: int = 0
     version: int = 0
+    busy_s: float = 0.0
+    passes: int = 0
+    stage_seconds: tuple[float, ...] = ()
+    push_s: float = 0.0
+    room_s: float = 0.0
+    slowed_by: SlowedBy = SlowedBy.UNSPECIFIED
 
 
 @dataclass(frozen=True, slots=True)

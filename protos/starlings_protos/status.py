@@ -57,6 +57,10 @@ class WorkerStatus:
     gradients_stale: int = 0
     reach: str = ""
     relays: tuple[str, ...] = ()
+    suspect: bool = False
+    pace: str = ""
+    slowdown: float = 0.0
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)

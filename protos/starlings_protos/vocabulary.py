@@ -39,6 +39,12 @@ class LeaseKind(enum.IntEnum):
     EVALUATE_AVERAGE = 4
 
 
+class SlowedBy(enum.IntEnum):
+    UNSPECIFIED = 0
+    HEAT = 1
+    POWER = 2
+
+
 class ExchangePurpose(enum.IntEnum):
     UNSPECIFIED = 0
     GRADIENT = 1

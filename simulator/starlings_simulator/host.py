@@ -30,6 +30,7 @@ from starlings_simulator.symbolic import require
 from starlings_simulator.world import World
 from starlings_worker.core.effects import Stop
 from starlings_worker.core.events import ControlLost, ControlRestored, DrainRequested
+from starlings_worker.core.vitals import heartbeat
 
 STARTED_AT_WALL_S = 1_700_000_000.0
 RECONNECT_S = (0.3, 2.0)
@@ -299,8 +300,8 @@ class Host:
         def beat() -> None:
             if self.stream is not None:
                 core = self.engine.core if self.engine is not None else None
-                progress, version = (core.progress, core.version) if core is not None else (0, 0)
-                self.stream.up(Heartbeat(progress, version))
+                now_s = self.world.clock.now_s
+                self.stream.up(heartbeat(core, now_s) if core is not None else Heartbeat())
             self.world.clock.after(self._heartbeat_s, lambda: process.deliver(beat))
 
         self.world.clock.after(self._heartbeat_s, lambda: process.deliver(beat))

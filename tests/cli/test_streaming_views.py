@@ -158,3 +158,16 @@ def test_the_bus_tells_ages_too() -> None:
     plain = heard(control_pb2.TelemetrySample(wall_time_s=1.8e9, compute_s=1.0))
     assert "stale" not in drawn(bus.picture_panel(plain, 1.8e9))
     assert picture_record(plain)["workers"][0]["ages"] is None
+
+
+def test_a_suspect_and_a_straggler_are_told_apart(reply: control_pb2.StatusReply) -> None:
+    first, second = reply.workers[:2]
+    first.state = second.state = "training"
+    first.suspect, first.reason = True, "nothing was heard of it for 5 s"
+    second.pace, second.reason = "red", "2.4x slower than planned: its device is too hot"
+    text = drawn(status.plan_matrix(reply), 400)
+    assert "suspect: nothing was heard of it for 5 s" in text
+    assert "training: 2.4x slower than planned: its device is too hot" in text
+    assert (status.state_text(first).style, status.state_text(second).style) == ("red", "red")
+    second.pace = "yellow"
+    assert status.state_text(second).style == "yellow"

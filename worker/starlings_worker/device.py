@@ -11,7 +11,9 @@ from platform import machine
 
 import torch
 
+from starlings_protos.messages import SlowedBy
 from starlings_worker.errors import ExitCode, WorkerError
+from starlings_worker.gpu_clocks import GpuClocks
 from starlings_worker.platform import memory_available_bytes
 
 # A worker on a CPU leaves this part of the free memory to the machine's owner.
@@ -63,6 +65,16 @@ class Device:
     def autocast(self) -> AbstractContextManager[object]:
         """The context in which blocks compute."""
         return torch.autocast(self.torch.type, dtype=torch.bfloat16) if self.bf16 else nullcontext()
+
+    @cached_property
+    def _clocks(self) -> GpuClocks | None:
+        if self.torch.type != "cuda":
+            return None
+        return GpuClocks.of(str(getattr(torch.cuda.get_device_properties(self.torch), "uuid", "")))
+
+    def slowed_by(self) -> SlowedBy:
+        """Why its clocks are below what they could be, if its driver says so."""
+        return self._clocks.slowed_by() if self._clocks is not None else SlowedBy.UNSPECIFIED
 
     def free_cache(self) -> None:
         if self.torch.type == "cuda":

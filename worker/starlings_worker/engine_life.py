@@ -87,6 +87,7 @@ from starlings_worker.core.pairing.work import (
     TakeOuterStep,
 )
 from starlings_worker.core.streaming.rules import StreamRules
+from starlings_worker.core.vitals import heartbeat
 from starlings_worker.device import Device
 from starlings_worker.emulation import Throttle
 from starlings_worker.group_transfers import GroupTransfers
@@ -368,7 +369,7 @@ class Life:
         )
 
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat(self.core.progress, self.core.version)
+        return replace(heartbeat(self.core, self.now_s), slowed_by=self._device.slowed_by())
 
     def telemetry(self) -> Telemetry:
         sample = self.meters.sample(time.time(), self.core.progress, self.core.version)

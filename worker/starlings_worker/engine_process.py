@@ -40,6 +40,8 @@ from starlings_worker.uplink import LinkClass, Uplink
 
 # How many ports after the wished one are tried when it is taken: engines of one host count upward.
 _PORTS_TRIED = 64
+# A device that is still at an earlier life's work after so long never ends it.
+HUNG_AFTER_S = 60.0
 
 
 class EngineProcess:
@@ -60,6 +62,7 @@ class EngineProcess:
         self._exit_code = 0
         self._life: Life | None = None
         self._probing: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._device: Device | None = None
         self._links: Links | None = None
         self._addresses: tuple[str, ...] = ()
@@ -120,6 +123,8 @@ class EngineProcess:
         )
 
     async def _close(self, server: grpc.aio.Server | None) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         if self._life is not None:
             self._life.close()
         if self._links is not None:
@@ -181,6 +186,9 @@ class EngineProcess:
             if self._life is not None:
                 self._pipe.log("info", f"a new life begins: incarnation {welcome.incarnation}")
                 self._life.close()
+                if self._watching is not None:
+                    self._watching.cancel()
+                self._watching = asyncio.get_running_loop().create_task(self._device_answers())
             if self._probing is not None:
                 self._probing.cancel()
                 self._probing = None
@@ -201,6 +209,19 @@ class EngineProcess:
             self._service.serve(self._life, clock)
         if welcome.probe_now and self._probing is None:
             self._probing = asyncio.get_running_loop().create_task(self._probe(self._life))
+
+    async def _device_answers(self) -> None:
+        """What was begun for an earlier life comes to an end, or this process does: the coordinator gave that life up
+        perhaps because the device hangs, and then only another process can do better.
+        """
+        free = asyncio.get_running_loop().run_in_executor(self._compute, lambda: None)
+        try:
+            await asyncio.wait_for(free, HUNG_AFTER_S)
+        except TimeoutError:
+            self._fail(
+                ExitCode.BUG,
+                f"the device hangs: what it began in an earlier life has not ended after {HUNG_AFTER_S:.0f} s",
+            )
 
     async def _probe(self, life: Life) -> None:
         try:

@@ -38,6 +38,7 @@ PHASE_STYLE = {
     "failed": "bold red",
 }
 STATE_STYLE = {"training": "green", "lost": "red", "leaving": "yellow", "standby": "yellow"}
+PACE_STYLE = {"yellow": "yellow", "red": "red"}
 _EVENT_STYLE = {
     "join": "green",
     "leave": "yellow",
@@ -129,7 +130,7 @@ def plan_matrix(reply: control_pb2.StatusReply) -> Table:
         colour = _WORKER_COLOURS[row % len(_WORKER_COLOURS)]
         cells = [Text("█████" if holds(worker, s) else "·", style=colour) for s in range(len(reply.stages))]
         busy, waiting = _shares(worker)
-        state = Text(worker.state, style=STATE_STYLE.get(worker.state, ""))
+        state = state_text(worker)
         if worker.reason:
             state.append(f": {worker.reason}", style="dim")
         table.add_row(
@@ -143,6 +144,14 @@ def plan_matrix(reply: control_pb2.StatusReply) -> Table:
             state,
         )
     return table
+
+
+def state_text(worker: control_pb2.WorkerStatus) -> Text:
+    """Its state, or that it is suspect, in the colour of its pace."""
+    if worker.suspect:
+        return Text("suspect", style="red")
+    style = PACE_STYLE.get(worker.pace, "") if worker.state == "training" else ""
+    return Text(worker.state, style=style or STATE_STYLE.get(worker.state, ""))
 
 
 def _streaming_cells(

@@ -32,6 +32,9 @@ class Timings:
     # Silence on an open stream; at least this, and at least `silent_intervals` heartbeats.
     silence_least_s: float = 6.0
     silent_intervals: float = 3.0
+    # Beside what a piece of work on the device may take at most: longer, and without anything else done, it hangs. Less
+    # would give up machines that were busy with something else for a moment.
+    hung_least_s: float = 90.0
     # Loading a span; a stuck download holds everybody up that long.
     load_s: float = 600.0
     probe_s: float = 180.0

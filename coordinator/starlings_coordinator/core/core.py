@@ -50,6 +50,7 @@ from starlings_coordinator.core.stepping import Stepping
 from starlings_coordinator.core.streaming.newcomers import StreamJoining
 from starlings_coordinator.core.streaming.streaming import Streaming
 from starlings_coordinator.core.views import status
+from starlings_coordinator.core.watch import Watch
 from starlings_protos.group_messages import GroupHeld, GroupPrepared
 from starlings_protos.messages import (
     CatchUpFailed,
@@ -101,6 +102,7 @@ class Core:
         self.refused_reports = 0
         self.desk = Desk(self.apply, self._note)
         self.membership = Membership(self)
+        self.watch = Watch(self)
         self.planning = Planning(self)
         self.schedule: Schedule
         self.joining: Joining
@@ -298,6 +300,7 @@ class Core:
         asleep = self._ticked_at_s is not None and now_s - self._ticked_at_s > 5.0
         self._ticked_at_s = now_s
         self.membership.look_at_time(forgive=asleep)
+        self.watch.look_at_time(forgive=asleep)
 
     # ------------------------------------------------------------------ shared by the parts
 

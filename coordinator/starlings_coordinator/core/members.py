@@ -32,6 +32,15 @@ class MemberState(enum.Enum):
     LOST = "lost"
 
 
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """Why a worker gets no new work for the moment, and may be given up soon. `of_silence`: a word of it ends that."""
+
+    since_s: float
+    reason: str
+    of_silence: bool = True
+
+
 @dataclass(slots=True)
 class Member:
     worker_id: WorkerId
@@ -57,6 +66,9 @@ class Member:
     wish: int = 0
     ready: Ready | None = None
     load_started_at_s: float = 0.0
+    suspicion: Suspicion | None = None
+    # Who could not reach it, and when each said so last.
+    accused_by: dict[WorkerId, float] = field(default_factory=dict)
     # What it said with Leaving; None otherwise.
     leaving: str | None = None
     # Attempts at the present step that failed because of it.
@@ -72,6 +84,15 @@ class Member:
     @property
     def here(self) -> bool:
         return self.session is not None
+
+    @property
+    def takes_work(self) -> bool:
+        return self.session is not None and self.suspicion is None
+
+    @property
+    def confirmations(self) -> int:
+        """How many could not reach it since it was heard last."""
+        return sum(at_s >= self.detector.last_heard_s for at_s in self.accused_by.values())
 
     @property
     def usable(self) -> bool:

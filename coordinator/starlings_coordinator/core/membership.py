@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from starlings_coordinator.core.effects import CloseSession, Send
-from starlings_coordinator.core.liveness import SilenceDetector, SlowestBeat
-from starlings_coordinator.core.members import Member, MemberState
+from starlings_coordinator.core.liveness import SUSPECT_FROM, SilenceDetector, SlowestBeat
+from starlings_coordinator.core.members import Member, MemberState, Suspicion
 from starlings_coordinator.core.phase import Phase
 from starlings_coordinator.core.records import WorkerAdmitted, WorkerGone, WorkerMeasured
 from starlings_protos.invite import spoken_time
@@ -40,9 +40,17 @@ def _is_well(member: Member, since_s: float) -> bool:
     return (
         member.detector.last_heard_s > since_s
         and member.session is not None
+        and member.suspicion is None
         and member.state is not MemberState.PROBING
         and member.set_aside_until_s is None
     )
+
+
+def _silence(member: Member, now_s: float) -> str:
+    words = f"nothing was heard of it for {now_s - member.detector.last_heard_s:.0f} s"
+    if member.confirmations:
+        words += f", and {member.confirmations} of its peers cannot reach it either"
+    return words
 
 
 class Membership:
@@ -191,6 +199,7 @@ class Membership:
         """The same life on a new stream. Messages may have been lost both ways, so what it does is begun anew."""
         core = self._core
         member.session, member.hello, member.disconnected_at_s = session, hello, None
+        member.suspicion = None
         self._to_be_measured(member)
         member.grace_s, member.connected_wall_s = core.config.timings.reconnect_grace_s, core.now.wall_s
         if member.state is MemberState.TRAINING:
@@ -404,7 +413,7 @@ class Membership:
         if now_s < self._look_again_at_s and not forgive:
             return
         self._look_again_at_s = now_s + floor_s / LOOKS_PER_FLOOR
-        since_s = float("inf") if forgive else now_s - floor_s
+        since_s = float("inf") if forgive else now_s - SUSPECT_FROM * floor_s
         unwell = [m for m in core.members.values() if not _is_well(m, since_s)]
         if unwell:
             self._look_soon()
@@ -414,16 +423,39 @@ class Membership:
                 self._changed()
             if forgive:
                 member.detector.forgive(now_s)
+                member.accused_by.clear()
                 if member.disconnected_at_s is not None:
                     member.disconnected_at_s = now_s
             elif member.session is None and member.disconnected_at_s is not None:
                 if now_s - member.disconnected_at_s >= member.grace_s:
                     self.lose(member, "its connection ended")
-            elif member.session is not None and member.detector.lost(now_s, floor_s):
-                self.lose(member, f"nothing was heard of it for {now_s - member.detector.last_heard_s:.0f} s")
+            elif member.session is not None and member.detector.lost(now_s, floor_s, member.confirmations):
+                self.lose(member, _silence(member, now_s))
             elif (
                 member.state is MemberState.PROBING
                 and member.probe_started_at_s is not None
                 and now_s - member.probe_started_at_s > timings.probe_s
             ):
                 self.dismiss(member, None, f"its device was not measured within {timings.probe_s:.0f} s")
+            else:
+                self._suspect(member, floor_s)
+
+    def _suspect(self, member: Member, floor_s: float) -> None:
+        """Silent for a while, or heard again."""
+        core, now_s, suspicion = self._core, self._core.now.monotonic_s, member.suspicion
+        if suspicion is not None and suspicion.of_silence:
+            if member.session is None or member.detector.last_heard_s > suspicion.since_s:
+                member.suspicion = None
+                if member.session is not None:
+                    core.desk.announce("trusted", f"{member.worker_id} was heard again")
+        elif member.session is not None and suspicion is None and member.detector.suspect(now_s, floor_s):
+            member.suspicion = Suspicion(now_s, _silence(member, now_s))
+            core.desk.announce("suspect", f"{member.worker_id}: {member.suspicion.reason}")
+
+    def accused(self, worker_id: WorkerId, by: Member) -> None:
+        """A peer could not reach it: that counts should it turn out to be silent."""
+        member = self._core.members.get(worker_id)
+        if member is not None and member is not by:
+            member.accused_by[by.worker_id] = self._core.now.monotonic_s
+            if member.suspicion is not None:
+                self._look_again_at_s = float("-inf")

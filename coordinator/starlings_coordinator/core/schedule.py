@@ -133,6 +133,7 @@ class Schedule(ABC):
         core.desk.announce(
             "unreachable", f"{member.worker_id} cannot reach {message.worker_id}: {message.reason}"
         )
+        core.membership.accused(message.worker_id, member)
         self._link_trouble |= {member.worker_id, message.worker_id}
         suspect = core.members.get(message.worker_id)
         if suspect is not None and not suspect.here and core.phase is not Phase.LOADING:

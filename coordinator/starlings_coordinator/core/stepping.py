@@ -114,11 +114,15 @@ class Stepping(Schedule):
         entering = [h for h in core.holders if self._enters(h)]
         # A leaving worker begins nothing more, unless the step could not end without it.
         staying = [h for h in entering if h.leaving is None]
-        wishing = [h for h in staying or entering if h.here and h.wish > 0]
+        wishing = [h for h in staying or entering if h.takes_work and h.wish > 0]
         outstanding = {h.worker_id: ledger.outstanding(h.worker_id) for h in wishing}
+        slowdown = {h.worker_id: core.watch.slowdown(h.worker_id) for h in wishing}
         granted: dict[WorkerId, list[Lease]] = {}
         while wishing and ledger.pool:
-            member = min(wishing, key=lambda m: (outstanding[m.worker_id], m.worker_id))
+            member = min(
+                wishing,
+                key=lambda m: ((outstanding[m.worker_id] + 1) * slowdown[m.worker_id], m.worker_id),
+            )
             index = ledger.grant(member.worker_id, now_s)
             assert index is not None
             outstanding[member.worker_id] += 1

@@ -28,13 +28,13 @@ def worker_status(core: Core, member: Member, elapsed_s: float) -> WorkerStatus:
     span = state.spans.get(worker_id) if core.plan_is_shown else None
     planned = state.planned.get(worker_id)
     tokens = state.worker_tokens.get(worker_id, 0)
-    counters = member.counters
+    counters, verdict = member.counters, core.watch.paces.verdict(worker_id)
     return WorkerStatus(
         worker_id,
         member.hello.device,
         member.hello.device_class,
         member.state.value,
-        member.reason,
+        member.reason or (member.suspicion.reason if member.suspicion is not None else verdict.words()),
         span,
         gossip_peers(worker_id, span, state.spans) if span is not None else (),
         tokens,
@@ -46,8 +46,12 @@ def worker_status(core: Core, member: Member, elapsed_s: float) -> WorkerStatus:
         *(
             (counters.inner_steps, counters.staleness, counters.staleness_most, counters.gradients_stale)
             if counters
-            else ()
+            else (0, 0.0, 0, 0)
         ),
+        suspect=member.suspicion is not None,
+        pace=verdict.colour.name.lower() if span is not None else "",
+        slowdown=round(verdict.slowdown, 1) if span is not None else 0.0,
+        cause=verdict.cause.value,
     )
 
 

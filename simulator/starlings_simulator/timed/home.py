@@ -24,6 +24,7 @@ from starlings_simulator.timed.machines import Machine
 from starlings_simulator.timed.world import World
 from starlings_worker.core.effects import Stop
 from starlings_worker.core.events import ControlRestored, DrainRequested
+from starlings_worker.core.vitals import heartbeat
 
 # From the start of a process to its first word, and of an engine to its first.
 START_S = (0.5, 1.5)
@@ -226,7 +227,7 @@ class Home:
             if self.session != session or session is None:
                 return
             core = self.engine.core if self.engine is not None else None
-            self.say(Heartbeat(core.progress, core.version) if core is not None else Heartbeat())
+            self.say(heartbeat(core, self.world.clock.now_s) if core is not None else Heartbeat())
             self._later(self._heartbeat_s, beat)
 
         self._later(self._heartbeat_s, beat)

@@ -58,6 +58,7 @@ from starlings_worker.core.events import (
     StepReplayed,
     Ticked,
 )
+from starlings_worker.core.feeding import next_effect
 from starlings_worker.core.flow import Flow
 from starlings_worker.core.groups.work import GroupNetworkEvent, GroupWorked
 from starlings_worker.core.invariants import check
@@ -413,20 +414,12 @@ class WorkerCore:
             self.wishes.forget()
 
     def _feed_device(self, now_s: float, rng: random.Random) -> None:
-        if self.device.running is not None:
-            return
-        waiting = self.device.waiting
-        streams = self.stream is not None and self.stream.running
-        if streams and not (waiting and isinstance(waiting[0], TakeCopy)):
-            self.device.running = self.flow.graph_to_close()
-        if self.device.running is not None:
-            pass
-        elif waiting:
-            self.device.running = waiting.popleft()
-        elif self.loaded and not self.meeting.holds_training:
-            self.device.running = self.flow.next_computation(now_s, rng)
-        if self.device.running is not None:
-            self._effects.append(self.device.running)
+        if self.device.running is None:
+            trains = self.loaded and not self.meeting.holds_training
+            effect = next_effect(self.device, self.flow, self.stream, now_s, rng, trains=trains)
+            if effect is not None:
+                self.device.begin(effect, now_s)
+                self._effects.append(effect)
 
     def _stop(self, effect: Stop) -> None:
         self.stopped = True

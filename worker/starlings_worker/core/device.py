@@ -152,7 +152,16 @@ class DeviceQueue:
 
     def __init__(self) -> None:
         self.running: DeviceEffect | None = None
+        self._since_s = 0.0
         self.waiting: deque[DeviceEffect] = deque()
+
+    def begin(self, effect: DeviceEffect, now_s: float) -> None:
+        assert self.running is None, "the device does one thing at a time"
+        self.running, self._since_s = effect, now_s
+
+    def busy_s(self, now_s: float) -> float:
+        """How long it has been at what it does now; 0 when there is nothing."""
+        return now_s - self._since_s if self.running is not None else 0.0
 
     def push(self, effect: DeviceEffect) -> None:
         self.waiting.append(effect)

@@ -67,6 +67,11 @@ class Flow:
         # Measured seconds per own stage, forward plus backward.
         self.stage_seconds: dict[int, float] = {}
         self._forward_seconds: dict[int, float] = {}
+        # The same without what the plan made one expect before anything was measured.
+        self.measured_seconds: dict[int, float] = {}
+        # Passes computed; and in the mean: sending one to a peer, and waiting until one had room for it.
+        self.passes = 0
+        self.push_s = self.room_s = 0.0
 
     # ------------------------------------------------------------------ the device
 
@@ -134,7 +139,7 @@ class Flow:
         if place is None or held.exit_stage != place.stage_count - 1:
             held.phase = Phase.PLACING
             held.waits(now_s)
-            held.retry_at_s = now_s
+            held.retry_at_s = held.computed_at_s = now_s
             return
         held.full_route = (*held.route, held.own_hop(self._worker_id))
         held.loss_sum, held.target_count = event.loss_sum, event.target_count
@@ -156,7 +161,7 @@ class Flow:
         if held.route:
             held.settle()
             held.phase = Phase.RETURNING
-            held.retry_at_s = now_s
+            held.retry_at_s = held.computed_at_s = now_s
             return
         self._table.in_flight.done(now_s - held.began_at_s, held.waited_s)
         self._say(MicrobatchDone(held.key, held.full_route, held.loss_sum, held.target_count))
@@ -177,6 +182,7 @@ class Flow:
     def _measure(self, held: Held, seconds: float, *, backward: bool) -> None:
         stages = range(held.entry_stage, held.exit_stage + 1)
         weight = self._timings.measurement_weight
+        self.passes += 1
         for stage in stages:
             new_s = seconds / len(stages)
             if not backward:
@@ -185,6 +191,8 @@ class Flow:
             new_s += self._forward_seconds.get(stage, new_s)
             old_s = self.stage_seconds.get(stage, 0.0)
             self.stage_seconds[stage] = old_s + weight * (new_s - old_s) if old_s else new_s
+            old_s = self.measured_seconds.get(stage, new_s)
+            self.measured_seconds[stage] = old_s + weight * (new_s - old_s)
 
     # ------------------------------------------------------------------ transfers out
 
@@ -265,6 +273,9 @@ class Flow:
             self._counters["unexpected_outcomes"] += 1
             return
         self._peers.succeeded(event.to, event.receipt, now_s - held.sent_at_s, now_s)
+        weight, took_s = self._timings.measurement_weight, now_s - held.sent_at_s
+        self.push_s += (weight if self.push_s else 1.0) * (took_s - self.push_s)
+        self.room_s += weight * (held.sent_at_s - held.computed_at_s - self.room_s)
         if event.direction is Direction.FORWARD:
             held.sending_forward = False
             if held.phase is Phase.AWAY:

@@ -55,6 +55,8 @@ class Held:
     sending_forward: bool = False
     sending_backward: bool = False
     sent_at_s: float = 0.0
+    # When its last pass ended here.
+    computed_at_s: float = 0.0
     # A transfer of unknown fate: only the same receiver may be asked again.
     ambiguous: bool = False
     tries: int = 0

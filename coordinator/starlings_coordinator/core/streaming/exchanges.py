@@ -187,6 +187,8 @@ class Exchanges:
                     self._contributions.merged(partner, message.stage, message.fragment, count)
         elif message.solo_reason in _TROUBLE:
             self._speak_of(rounds, member, message)
+            if message.solo_reason is SoloReason.SILENT and message.partner:
+                self._core.membership.accused(WorkerId(message.partner), member)
         if message.solo_reason is SoloReason.TOO_FAR:
             self._let_copy(member)
 

@@ -107,7 +107,7 @@ class Leasing:
         staying = [h for h in entering if h.leaving is None] or entering
         self._sharers = max(1, len(staying))
         self._shards.settle(h.worker_id for h in entering)
-        wishing = [h for h in staying if h.here and h.wish > 0]
+        wishing = [h for h in staying if h.takes_work and h.wish > 0]
         held, share = {h.worker_id: self._held(h) for h in wishing}, self._share
         for member in sorted(wishing, key=lambda h: (held[h.worker_id], h.worker_id)):
             self._grant(member, held[member.worker_id], share)
@@ -118,7 +118,7 @@ class Leasing:
         if (
             span is not None
             and span.first_stage == 0
-            and member.here
+            and member.takes_work
             and member.leaving is None
             and member.wish
         ):
@@ -137,8 +137,9 @@ class Leasing:
         if held > HELD_AT_MOST // 2:
             # Else it would be granted one microbatch after the other, each a block of its own.
             return
+        share = int(min(share, HELD_AT_MOST) / core.watch.slowdown(member.worker_id))
         least = min(self.doubt.slots(member.worker_id), HELD_AT_LEAST)
-        count = min(member.wish, max(least, min(share, HELD_AT_MOST)) - held)
+        count = min(member.wish, max(least, share) - held)
         while count > 0:
             granted = self.book.grant(
                 member.worker_id,
