@@ -156,6 +156,16 @@ def test_the_end_of_the_warm_up_is_announced_at_once() -> None:
     assert announced[1].begins_in_s == pytest.approx(1.9)
 
 
+@given(now_s=st.floats(0.0, 1e7), length_s=st.floats(LEAST_SLOT_S, 3600.0))
+def test_the_first_slot_is_announced_whatever_the_rounding(now_s: float, length_s: float) -> None:
+    """`now + length - now` may be a hair more than the length; replicas refuse a slot 0, and would never begin."""
+    clock = StageClock(0, 1)
+    clock.start(1, now_s + length_s, length_s, warmup=False)
+    (first,) = clock.announcements(now_s)
+    assert first.slot == 1
+    assert first.begins_in_s == pytest.approx(length_s, rel=1e-6)
+
+
 @given(
     changes=st.lists(st.tuples(st.floats(0.01, 30.0), st.floats(0.001, 5.0)), max_size=30),
 )

@@ -128,7 +128,9 @@ class StageClock:
     def announcements(self, now_s: float) -> tuple[SlotClock, ...]:
         """All that a replica needs to know which slots come: for one that is new, or for all after a change."""
         current = self._at(now_s)
-        slot = current.slot_at(now_s) + 1
+        # At the moment of its start, a segment's first slot is one length ahead, give or take a rounding: without the
+        # bound, the slot before it could be announced, which no replica accepts where the first one is 1.
+        slot = max(current.slot, current.slot_at(now_s) + 1)
         known = [Segment(slot, current.begins_at(slot), current.length_s, current.warmup)]
         if self._next is not None:
             if self._next.slot <= slot:
