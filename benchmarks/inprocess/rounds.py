@@ -1,13 +1,15 @@
 """What replicas exchange between their own steps: slots, codecs and outer rules of every preset, in one process.
 
-The arithmetic is the worker's (`starlings_worker.outer`), the bytes are its codecs' and its exchange's, and who meets
-whom is the coordinator's matching. When a swap stands is decided plainly: nobody is late and nothing is lost.
+The arithmetic and the bytes are the worker's (of pairs, its whole `PairDevice`), and who meets whom is the
+coordinator's matching. When a swap stands is decided plainly: nobody is late and nothing is lost.
 """
 
 from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,22 +20,29 @@ from inprocess.exchange import equal_members, exchange
 from inprocess.swarm import Swarm, Worker
 from starlings_compression.codec import Codec, make_codec
 from starlings_coordinator.core.pairing.links import PassiveEstimates
-from starlings_coordinator.core.pairing.matching import Candidate, match_slot
+from starlings_coordinator.core.pairing.matching import Candidate, Pair, match_slot
 from starlings_job.codecs import exchange_bytes
 from starlings_job.exchange_rules import ExchangeRules, Phase, pair_share
 from starlings_protos.messages import WorkerId
 from starlings_worker import wire
+from starlings_worker.core.pairing.work import (
+    CommitPair,
+    EncodePair,
+    JudgePair,
+    PairCommitted,
+    PairJudged,
+    PairKey,
+    TakeOuterStep,
+)
+from starlings_worker.core.streaming.rules import pulls_before_a_step
 from starlings_worker.flat import FlatVector
 from starlings_worker.outer.diloco import DiLoCo
 from starlings_worker.outer.fragments import Bounds, cut_into_fragments, fragment_of_slot
 from starlings_worker.outer.gossip import Gossip, Pushed, PushSumState, exponential_peers
-from starlings_worker.outer.noloco import NoLoCo
-from starlings_worker.outer.outcome import Average
-from starlings_worker.outer.pairs import Pairs
-from starlings_worker.outer.palsgd import Palsgd
 from starlings_worker.outer.quasi_global import QuasiGlobal, QuasiGlobalState
 from starlings_worker.outer.sparseloco import SparseLoCo
-from starlings_worker.outer.state import FragmentState, Payload
+from starlings_worker.outer.state import FragmentState
+from starlings_worker.pair_device import PairDevice
 from starlings_worker.robust import Contribution, aggregate
 
 
@@ -76,7 +85,6 @@ class Rounds(ABC):
         phase = self._phase(step)
         for stage in range(self.swarm.setup.stages):
             self._slot(stage, self._slots, phase, done)
-        self._due.sort(key=lambda pair: pair[0])
         self._slots += 1
         self.rounds += 1
         self._next_slot = done + self._phase(done).inner_steps
@@ -103,7 +111,8 @@ class Rounds(ABC):
 
     def _later(self, done: int, phase: Phase, part: float, action: Callable[[], None]) -> None:
         """After `part` of the round's lag."""
-        self._due.append((done + part * self.course.lag * phase.inner_steps, action))
+        due = (done + part * self.course.lag * phase.inner_steps, action)
+        insort(self._due, due, key=lambda pair: pair[0])
 
 
 class _Fragments:
@@ -118,67 +127,66 @@ class _Fragments:
 
 
 class PairRounds(Rounds):
-    """`pairs`, `noloco`, `palsgd`."""
+    """`pairs`, `noloco`, `palsgd`: all replicas' devices are asked what their cores would ask of them in a slot."""
 
     def __init__(self, swarm: Swarm, rules: ExchangeRules, course: Course) -> None:
         super().__init__(swarm, rules, course)
-        self._rule: Pairs | NoLoCo = {"pairs": Pairs, "noloco": NoLoCo, "palsgd": Palsgd}[rules.preset](rules)
-        self._stages = [_Fragments(swarm.replicas_of(s), rules) for s in range(swarm.setup.stages)]
-        self._codec = make_codec(rules.codec)
-        self._momentum_codec = make_codec(rules.momentum_codec) if rules.momentum_codec else None
+        self.devices = {
+            w.worker_id: PairDevice(rules, {w.stage: _vector(w)}, w.held.optimizer) for w in swarm.workers
+        }
         self._dice = random.Random(f"pulls {course.seed}")
         self._sat_out: set[WorkerId] = set()
+        # By worker and fragment: rounds in a row without an average.
+        self._alone: Counter[tuple[WorkerId, int]] = Counter()
 
     def inner_step(self, worker: Worker, step: int, learning_rate: float, clip_factor: float) -> None:
-        rule = self._rule
-        if not isinstance(rule, Palsgd):
-            super().inner_step(worker, step, learning_rate, clip_factor)
-        elif rule.pulls(self._dice.random()):
-            stage = self._stages[worker.stage]
-            replica = self.swarm.replicas_of(worker.stage).index(worker)
-            for state, cut in zip(stage.states[replica], stage.bounds, strict=True):
-                rule.pull(state, theta_of(worker, cut), learning_rate)
-            worker.held.zero_gradients()
-        else:
-            super().inner_step(worker, step, learning_rate * rule.gradient_factor, clip_factor)
+        super().inner_step(worker, step, learning_rate, clip_factor)
+        pulls = pulls_before_a_step(self.rules, self._dice.random)
+        if pulls:
+            self.devices[worker.worker_id].pull(worker.stage, pulls, learning_rate)
 
     def _slot(self, stage: int, slot: int, phase: Phase, done: int) -> None:
-        fragments, workers = self._stages[stage], self.swarm.replicas_of(stage)
-        number = fragment_of_slot(slot, self.rules.fragments)
-        cut = fragments.bounds[number]
-        states = [own[number] for own in fragments.states]
-        payloads = [
-            self._rule.at_slot(state, theta_of(worker, cut), phase)
-            for state, worker in zip(states, workers, strict=True)
-        ]
+        workers = [worker.worker_id for worker in self.swarm.replicas_of(stage)]
+        fragment = fragment_of_slot(slot, self.rules.fragments)
+        for one in workers:
+            step = TakeOuterStep(
+                stage, slot, fragment, phase == self.rules.warmup, self._alone[one, fragment]
+            )
+            self.devices[one].execute(step)
         swaps = self.rules.swaps_in(phase)
         meetings = self._meetings(stage, slot, swaps)
-        decoded = [self._travel(payload) for payload in payloads]
+        averaged: set[WorkerId] = set()
 
-        def stand(swap: int, sent: list[Payload]) -> None:
-            averaged = [self._meet(states, workers, cut, pair, sent) for pair in meetings[swap]]
-            if swap + 1 == swaps:
-                met = {
-                    replica
-                    for pair, took in zip(meetings[swap], averaged, strict=True)
-                    if took
-                    for replica in pair
-                }
-                for replica, state in enumerate(states):
-                    state.end_round(averaged=swaps > 1 or replica in met)
+        def begin(swap: int) -> None:
+            pairs = [
+                (PairKey(stage, fragment, slot, swap, number), pair)
+                for number, pair in enumerate(meetings[swap], 1)
+            ]
+            for key, pair in pairs:
+                for one in pair:
+                    self.devices[one].execute(EncodePair(key))
+                    self.sent_bytes += sum(memoryview(p.data).nbytes for p in self.devices[one].outgoing(key))
+            self._later(done, phase, (swap + 1) / swaps, lambda: stand(swap, pairs))
+
+        def stand(swap: int, pairs: list[tuple[PairKey, Pair]]) -> None:
+            for key, pair in pairs:
+                if self._meet(key, pair):
+                    averaged.update(pair)
+                else:
+                    self.refused += 1
+            if swap + 1 < swaps:
+                begin(swap + 1)
                 return
-            assert isinstance(self._rule, Pairs)
-            again = [self._travel(self._rule.payload(state, phase)) for state in states]
-            self._later(done, phase, (swap + 2) / swaps, lambda: stand(swap + 1, again))
-            self._due.sort(key=lambda pair: pair[0])
+            for one in workers:
+                self._alone[one, fragment] = 0 if one in averaged else self._alone[one, fragment] + 1
 
-        self._later(done, phase, 1 / swaps, lambda: stand(0, decoded))
+        begin(0)
 
-    def _meetings(self, stage: int, slot: int, swaps: int) -> list[list[tuple[int, int]]]:
-        """Who meets whom in each swap, as places in the list of replicas: as the coordinator matches equals."""
-        places = {w.worker_id: place for place, w in enumerate(self.swarm.replicas_of(stage))}
+    def _meetings(self, stage: int, slot: int, swaps: int) -> list[tuple[Pair, ...]]:
+        """Who meets whom in each swap: as the coordinator matches equals."""
+        workers = [w.worker_id for w in self.swarm.replicas_of(stage)]
         matchings = match_slot(
-            [Candidate(worker_id, sat_out=worker_id in self._sat_out) for worker_id in places],
+            [Candidate(worker_id, sat_out=worker_id in self._sat_out) for worker_id in workers],
             PassiveEstimates(),
             job_seed=self.course.seed,
             stage=stage,
@@ -186,37 +194,24 @@ class PairRounds(Rounds):
             swaps=swaps,
             byte_count=0,
         )
-        self._sat_out -= set(places)
+        self._sat_out -= set(workers)
         self._sat_out |= set(matchings[-1].sitting)
-        return [[(places[one], places[other]) for one, other in m.pairs] for m in matchings]
+        return [matching.pairs for matching in matchings]
 
-    def _travel(self, payload: Payload) -> Payload:
-        z, z_bytes = travelled(self._codec, payload.z)
-        m, m_bytes = None, 0
-        if payload.m is not None and self._momentum_codec is not None:
-            m, m_bytes = travelled(self._momentum_codec, payload.m)
-        self.sent_bytes += z_bytes + m_bytes
-        return Payload(z, m)
-
-    def _meet(
-        self,
-        states: list[FragmentState],
-        workers: list[Worker],
-        cut: Bounds,
-        pair: tuple[int, int],
-        sent: list[Payload],
-    ) -> bool:
-        verdicts = [
-            self._rule.judge(states[one], sent[one], sent[other], str(other))
-            for one, other in (pair, pair[::-1])
-        ]
-        if not all(isinstance(verdict, Average) for verdict in verdicts):
-            self.refused += 1
-            return False
-        for (one, other), verdict in zip((pair, pair[::-1]), verdicts, strict=True):
-            theta = theta_of(workers[one], cut)
-            self._rule.commit(states[one], theta, sent[one], sent[other], pair_share(1, 1), verdict)
-        return True
+    def _meet(self, key: PairKey, pair: Pair) -> bool:
+        """Both payloads arrive, and stand if both sides find them plausible."""
+        sides = [(self.devices[one], other) for one, other in (pair, pair[::-1])]
+        for device, partner in sides:
+            device.keep(key, {part.name: part.data for part in self.devices[partner].outgoing(key)})
+        judged = [device.execute(JudgePair(key, partner)) for device, partner in sides]
+        stands = all(isinstance(verdict, PairJudged) and not verdict.refused for verdict in judged)
+        if stands:
+            for device, partner in sides:
+                outcome = device.execute(CommitPair(key, partner, pair_share(1, 1)))
+                assert isinstance(outcome, PairCommitted), outcome
+        for device, _ in sides:
+            device.forget(key)
+        return stands
 
 
 class GroupRounds(Rounds):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from starlings_job.exchange_rules import rules_for
+from starlings_worker.core.streaming.rules import pulls_before_a_step
 from starlings_worker.outer.gossip import (
     WEIGHT_LEAST,
     WEIGHT_MOST,
@@ -206,7 +207,7 @@ def test_palsgd_pulls_towards_the_last_average_as_its_paper_says(
             x = x - alpha * rate / probability * (x - phi) if alpha * rate < probability else phi
         else:
             x = x - rate / (1 - probability) * gradient
-        if rule.pulls(dice):
+        if dice < probability:
             rule.pull(state, theta, rate)
         else:
             theta.sub_(torch.tensor(gradient), alpha=rate * rule.gradient_factor)
@@ -218,7 +219,7 @@ def test_without_a_probability_palsgd_is_pairs() -> None:
     rule = Palsgd(rules_for("palsgd", pull_probability=0.0))
     theta = torch.ones(SIZE)
     state = FragmentState(torch.zeros(SIZE), torch.zeros(SIZE))
-    assert not rule.pulls(0.0)
+    assert pulls_before_a_step(rule.rules, lambda: 0.0) == 0
     assert rule.gradient_factor == 1.0
     rule.pull(state, theta, 0.1)
     assert torch.equal(theta, torch.ones(SIZE))

@@ -151,7 +151,7 @@ def test_one_replica_alone_is_lookahead_with_nesterov_momentum(seed: int, eta: f
         theta.add_(tensor(step))
         fast = fast + step
         PAIRS.at_slot(state, theta, phase)
-        state.end_round(averaged=False)
+        state.solo_rounds += 1
         gradient = slow - fast
         buffer = mu * buffer + gradient
         slow = slow - eta * (gradient + mu * buffer)
@@ -227,13 +227,13 @@ def test_after_four_rounds_alone_a_replica_keeps_no_momentum_and_steps_by_one() 
         assert PAIRS.numbers(state, MAIN) == (0.7, 0.9)
         theta.add_(1.0)
         PAIRS.at_slot(state, theta, MAIN)
-        state.end_round(averaged=False)
+        state.solo_rounds += 1
     assert PAIRS.numbers(state, MAIN) == (1.0, 0.0)
     where = theta.add_(0.25).clone()
     PAIRS.at_slot(state, theta, MAIN)
     assert torch.equal(theta, where)
     assert torch.equal(state.phi, where)
-    state.end_round(averaged=True)
+    state.solo_rounds = 0
     assert PAIRS.numbers(state, MAIN) == (0.7, 0.9)
 
 

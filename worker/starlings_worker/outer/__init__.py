@@ -27,7 +27,7 @@ A pair's round, on both sides:
     verdict = rule.judge(state, own, theirs, partner)      # before one says PREPARED
     averaged = rule.commit(state, theta, own, theirs, share, verdict)
     ...                                                    # second swap: rule.payload(state, phase)
-    state.end_round(averaged=any of them)
+    state.solo_rounds = 0                                  # or one more, where none of them stood
 
 A group's round: `payload = rule.at_slot(state, theta, phase)`, then `rule.commit(state, theta, aggregate, phase)`
 with what everybody decoded (`robust.aggregate` makes it), or nothing at all. sparseloco's takes one's own decoded part

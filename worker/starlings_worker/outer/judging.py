@@ -38,8 +38,7 @@ class PairRule(ABC):
     """The arithmetic of a preset that averages with one partner at a time, over the `FragmentState` and the weights
     `theta` of one fragment (flat float32, the training's own memory: changed in place).
 
-    One round: the rule's `at_slot`; then per swap `judge` before one says PREPARED, and `commit` once the swap stands;
-    at last `FragmentState.end_round`.
+    One round: the rule's `at_slot`; then per swap `judge` before one says PREPARED, and `commit` once the swap stands.
     """
 
     rules: ExchangeRules

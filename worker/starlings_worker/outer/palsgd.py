@@ -27,10 +27,6 @@ from starlings_worker.outer.state import FragmentState
 class Palsgd(Pairs):
     """`Pairs`, and what happens between its slots."""
 
-    def pulls(self, dice: float) -> bool:
-        """Whether this step is a pull. `dice`: uniform in [0, 1), from the replica's own seeded generator."""
-        return dice < self.rules.pull_probability
-
     @property
     def gradient_factor(self) -> float:
         """By what the learning rate of the other steps is multiplied."""

@@ -53,10 +53,6 @@ class FragmentState:
     def note_distance(self, distance: float) -> None:
         self.usual_distance = usual(self.usual_distance, distance)
 
-    def end_round(self, *, averaged: bool) -> None:
-        """To be called once per round, after its last swap."""
-        self.solo_rounds = 0 if averaged else self.solo_rounds + 1
-
     def need_outgoing(self) -> Tensor:
         if self.outgoing is None:
             self.outgoing = torch.empty_like(self.phi)

@@ -34,12 +34,15 @@ class StreamRules:
         return learning_rate(self.train, tokens / self.tokens_per_step, self.steps_total)
 
     def pulls(self, dice: Callable[[], float]) -> int:
-        """palsgd: how many pulls come before the next step of the optimizer, p / (1 - p) on average.
+        return pulls_before_a_step(self.pairs, dice) if self.pairs is not None else 0
 
-        Naganuma et al. 2025, "Pseudo-Asynchronous Local SGD", algorithm 1: each step is a pull with probability p.
-        """
-        probability = self.pairs.pull_probability if self.pairs is not None else 0.0
-        count = 0
-        while count < PULLS_MOST and dice() < probability:
-            count += 1
-        return count
+
+def pulls_before_a_step(rules: ExchangeRules, dice: Callable[[], float]) -> int:
+    """palsgd: how many pulls come before the next step of the optimizer, p / (1 - p) on average; else none.
+
+    Naganuma et al. 2025, "Pseudo-Asynchronous Local SGD", algorithm 1: each step is a pull with probability p.
+    """
+    count = 0
+    while count < PULLS_MOST and dice() < rules.pull_probability:
+        count += 1
+    return count
