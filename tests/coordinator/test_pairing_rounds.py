@@ -1,94 +1,21 @@
-"""The coordinator's half of pair exchanges: the clock, readiness, contracts, weights, and what outcomes say."""
+"""The coordinator's half of pair exchanges: the clock, readiness, contracts, weights."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from starlings_coordinator.core.pairing.clock import LEAST_SLOT_S, YOUNG_SLOTS, StageClock, slot_length_s
-from starlings_coordinator.core.pairing.links import PassiveEstimates, Place
-from starlings_coordinator.core.pairing.rounds import START_WAIT_S, PairSettings, StageRounds, Told
+from starlings_coordinator.core.pairing.rounds import START_WAIT_S
 from starlings_coordinator.core.pairing.weights import TokenCount, TokenMark, credited, incredible
-from starlings_job.exchange_rules import Phase, rules_for
 from starlings_protos.messages import WorkerId
 from starlings_protos.pair_messages import (
-    PairMatched,
-    RoundOutcome,
-    RoundReady,
     SlotClock,
     SoloReason,
     SwapResult,
 )
-
-A, B, C = (WorkerId(name) for name in "abc")
-TOKENS_TOTAL = 1000
-
-
-@dataclass
-class Ledger:
-    counts: dict[WorkerId, TokenCount] = field(default_factory=dict)
-
-    def tokens(self, worker_id: WorkerId, stage: int) -> TokenCount:
-        return self.counts.get(worker_id, TokenCount())
-
-
-class Desk:
-    """One stage, its replicas, and a time that the test moves."""
-
-    def __init__(self, *workers: WorkerId, swaps: int = 1, fragments: int = 1, regions: str = "") -> None:
-        self.ledger = Ledger()
-        rules = rules_for("pairs", warmup=Phase(5, 1.0, 0.0), swaps=swaps, fragments=fragments)
-        self.links = PassiveEstimates()
-        self.rounds = StageRounds(3, PairSettings(rules, 7, TOKENS_TOTAL, 1000), self.links, self.ledger)
-        self.now_s = 100.0
-        self.tokens_done = 500
-        for number, worker_id in enumerate(workers):
-            region = regions[number] if regions else "eu"
-            assert self.rounds.joined(worker_id, 1, region, self.now_s) == []
-
-    def ready(
-        self,
-        worker_id: WorkerId,
-        slot: int,
-        *,
-        tokens: int = 0,
-        step_s: float = 0.2,
-        begins_in_s: float | None = None,
-        incarnation: int = 1,
-    ) -> list[Told]:
-        """`begins_in_s`: when the slot begins by the clock of the replica, by default the right one."""
-        clock = self.rounds.clock
-        if begins_in_s is None:
-            begins_in_s = clock.begins_at(slot) - self.now_s if slot and clock.running else 0.0
-        message = RoundReady(3, slot, begins_in_s, tokens, step_s)
-        return self.rounds.ready(worker_id, incarnation, message, self.tokens_done, self.now_s)
-
-    def started(self) -> Desk:
-        for worker_id in self.rounds.replicas:
-            told = self.ready(worker_id, 0)
-        assert {w for w, m in told if isinstance(m, SlotClock)} == set(self.rounds.replicas)
-        return self
-
-    def all_ready(self, slot: int) -> list[Told]:
-        return [told for worker_id in list(self.rounds.replicas) for told in self.ready(worker_id, slot)]
-
-    def look(self, after_s: float = 0.0) -> list[Told]:
-        self.now_s += after_s
-        return self.rounds.look_at_time(self.tokens_done, self.now_s)
-
-    def outcome(self, worker_id: WorkerId, match: PairMatched, result: SwapResult, **changes: object) -> None:
-        message = RoundOutcome(
-            3, match.slot, match.fragment, match.swap, match.round_id, match.partner, result
-        )
-        self.rounds.outcome(worker_id, 1, replace(message, **changes))  # type: ignore[arg-type]
-
-
-def matches(told: list[Told]) -> dict[tuple[WorkerId, int], PairMatched]:
-    return {(w, m.swap): m for w, m in told if isinstance(m, PairMatched)}
-
+from support.pair_desk import A, B, C, Desk, matches
 
 # ------------------------------------------------------------------ the clock
 
@@ -411,98 +338,3 @@ def test_who_leases_in_store_weighs_what_it_trains_of_it_later() -> None:
     mark = TokenMark(TokenCount(100, 5000), 0.0)
     assert credited(TokenCount(900, 5000), mark, 10.0) == 800
     assert not incredible(900, TokenCount(900, 5000), mark)
-
-
-# ------------------------------------------------------------------ outcomes
-
-
-def test_outcomes_of_both_sides_are_brought_together() -> None:
-    desk = Desk(A, B).started()
-    told = matches(desk.all_ready(1))
-    desk.outcome(A, told[A, 0], SwapResult.COMMITTED, fraction=1.0, seconds=0.5)
-    desk.outcome(B, told[B, 0], SwapResult.COMMITTED, fraction=1.0, seconds=0.5)
-    book = desk.rounds.book
-    assert (book.rounds_averaged, book.rounds_one_sided, book.unexpected) == (1, 0, 0)
-    desk.look(10.0)
-    told = matches(desk.all_ready(2))
-    desk.outcome(A, told[A, 0], SwapResult.ONE_SIDED, fraction=1.0)
-    desk.outcome(B, told[B, 0], SwapResult.SOLO, solo_reason=SoloReason.LATE)
-    assert (book.rounds_averaged, book.rounds_one_sided) == (1, 1)
-    assert (book.of(A).one_sided, book.of(B).one_sided) == (1, 0)
-    assert (book.of(A).solo_slots_in_a_row, book.of(B).solo_slots_in_a_row) == (0, 1)
-    # A last word whose answer was lost: both averaged after all.
-    desk.look(10.0)
-    told = matches(desk.all_ready(3))
-    desk.outcome(A, told[A, 0], SwapResult.ONE_SIDED, fraction=1.0)
-    desk.outcome(B, told[B, 0], SwapResult.COMMITTED, fraction=1.0)
-    assert (book.rounds_averaged, book.rounds_one_sided) == (2, 1)
-
-
-def test_a_report_that_nobody_was_matched_for_counts_for_nothing() -> None:
-    desk = Desk(A, B, C).started()
-    desk.ready(A, 1)
-    desk.ready(B, 1)
-    told = matches(desk.look(5.1))
-    outcome = SwapResult.COMMITTED
-    desk.outcome(C, told[A, 0], outcome)
-    desk.outcome(A, replace(told[A, 0], round_id=77), outcome)
-    desk.outcome(A, replace(told[A, 0], partner=C), outcome)
-    desk.outcome(A, replace(told[A, 0], slot=2), outcome)
-    desk.outcome(A, told[A, 0], outcome)
-    desk.outcome(A, told[A, 0], outcome)
-    book = desk.rounds.book
-    assert book.unexpected == 5
-    assert book.of(A).committed == 1
-    assert book.of(C).committed == 0
-
-
-def test_solo_slots_in_a_row_are_counted_per_slot_not_per_swap() -> None:
-    desk = Desk(*map(WorkerId, "abcd"), swaps=2).started()
-    for slot in range(1, 5):
-        told = matches(desk.all_ready(slot))
-        desk.outcome(A, told[A, 0], SwapResult.SOLO, solo_reason=SoloReason.LATE)
-        result = SwapResult.COMMITTED if slot == 3 else SwapResult.SOLO
-        desk.outcome(A, told[A, 1], result, solo_reason=SoloReason.LATE)
-        assert desk.rounds.book.of(A).solo_slots_in_a_row == {1: 1, 2: 2, 3: 0, 4: 1}[slot]
-        desk.look(10.0)
-
-
-def test_who_sends_nonsense_is_named_and_suspected_when_several_say_so() -> None:
-    desk = Desk(A, B, C).started()
-    accused: set[WorkerId] = set()
-    for slot in range(1, 20):
-        for (worker_id, _), match in matches(desk.all_ready(slot)).items():
-            if match.partner == A:
-                accused.add(worker_id)
-                desk.outcome(
-                    worker_id,
-                    match,
-                    SwapResult.SOLO,
-                    solo_reason=SoloReason.REFUSED,
-                    detail="its weights are not finite",
-                )
-                assert desk.rounds.book.named[-1].reason == "its weights are not finite"
-        assert desk.rounds.book.suspects() == ((A,) if len(accused) == 2 else ())
-        desk.look(10.0)
-    assert accused == {B, C}
-
-
-def test_links_learn_from_what_was_committed() -> None:
-    desk = Desk(A, B).started()
-    desk.links.place(A, Place("", "eu", 1e6))
-    desk.links.place(B, Place("", "eu", 1e6))
-    before_s = desk.links.exchange_s(A, B, 10**6)
-    told = matches(desk.all_ready(1))
-    desk.outcome(A, told[A, 0], SwapResult.COMMITTED, seconds=5.0)
-    assert desk.links.exchange_s(B, A, 10**6) > 2 * before_s
-    assert desk.links.exchange_s(A, C, 10**6) < desk.links.exchange_s(A, B, 10**6)
-
-
-def test_places_tell_near_from_far() -> None:
-    links = PassiveEstimates()
-    links.place(A, Place("lab", "eu", 1e6))
-    links.place(B, Place("lab", "eu", 1e6))
-    links.place(C, Place("", "us", 1e6))
-    assert links.exchange_s(A, B, 10**6) < 0.1 < 1.0 < links.exchange_s(A, C, 10**6)
-    links.forget(B)
-    assert links.exchange_s(A, B, 10**6) > 0.1
