@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from typer.testing import CliRunner
 
 from starlings import template
 from starlings.demo.kill import kill_at_once
 from starlings.demo.swarm import Child, Swarm
+from starlings.main import app
 from starlings.owner_client import OwnerClient
 from starlings.views.status import History
 from starlings_protos import control_pb2
@@ -64,6 +66,12 @@ def starlings(
         check=False,
     )
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+def starlings_here(*arguments: str | Path) -> Done:
+    """One command in this process: the same program, without the start of one."""
+    done = CliRunner().invoke(app, list(map(str, arguments)))
+    return Done(done.exit_code, done.stdout, done.stderr)
 
 
 def job_text(tokens: int, **sections: Mapping[str, Any]) -> str:

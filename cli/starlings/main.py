@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from starlings import version
-from starlings.commands import bus, codecs, job, local, owner, plan, show, simulate, swarm, watch
+from starlings.commands import bus, codecs, job, local, operate, owner, plan, show, simulate, swarm, watch
 from starlings.failures import report
 
 app = typer.Typer(
@@ -50,7 +50,7 @@ def root(
         os.environ["STARLINGS_DEBUG"] = "1"
 
 
-for module in (show, job, swarm, local, owner, watch, bus, codecs, plan, simulate):
+for module in (show, job, swarm, local, owner, operate, watch, bus, codecs, plan, simulate):
     module.register(app)
 
 

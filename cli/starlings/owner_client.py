@@ -64,6 +64,23 @@ class OwnerClient:
     async def stop(self, reason: str) -> control_pb2.StopReply:
         return await self._ask(self._stub.Stop, control_pb2.StopRequest(reason=reason))
 
+    async def why(self, worker: str) -> control_pb2.WhyReply:
+        return await self._ask(self._stub.Why, control_pb2.WhyRequest(worker=worker))
+
+    async def pause(self, reason: str) -> control_pb2.CommandReply:
+        return await self._ask(self._stub.Pause, control_pb2.PauseRequest(reason=reason))
+
+    async def resume(self) -> control_pb2.CommandReply:
+        return await self._ask(self._stub.Resume, control_pb2.ResumeRequest())
+
+    async def evict(self, worker: str, for_s: float, reason: str, *, force: bool) -> control_pb2.CommandReply:
+        """`for_s`: 0 for as long as the owner wants."""
+        request = control_pb2.EvictRequest(worker=worker, for_s=for_s, reason=reason, force=force)
+        return await self._ask(self._stub.Evict, request)
+
+    async def readmit(self, worker: str) -> control_pb2.CommandReply:
+        return await self._ask(self._stub.Evict, control_pb2.EvictRequest(worker=worker, readmit=True))
+
     async def create_invite(self, lifetime_s: float, uses: int, role: str) -> control_pb2.Invite:
         request = control_pb2.CreateInviteRequest(lifetime_s=lifetime_s, uses=uses, role=role)
         return await self._ask(self._stub.CreateInvite, request)

@@ -188,6 +188,7 @@ class Coordinator:
             clock=clock,
             on_announce=lambda kind, text: observer("announce", {"kind": kind, "text": text}),
             on_job_ended=self._job_ended,
+            on_answer=lambda answer: self.owner.answered(answer),
         )
         self.bulletin: Bulletin | None = None
         if job.spec.bus.url is not None:

@@ -10,6 +10,7 @@ from typing import assert_never
 from starlings_coordinator.clock import Clock
 from starlings_coordinator.core.effects import (
     Announce,
+    Answer,
     CloseSession,
     ComputePlan,
     Effect,
@@ -58,6 +59,7 @@ class Dispatcher:
         clock: Clock,
         on_announce: Callable[[str, str], None],
         on_job_ended: Callable[[JobEnded], None],
+        on_answer: Callable[[Answer], None],
     ) -> None:
         self._sessions = sessions
         self._signer = signer
@@ -67,6 +69,7 @@ class Dispatcher:
         self._clock = clock
         self._on_announce = on_announce
         self._on_job_ended = on_job_ended
+        self._on_answer = on_answer
 
     def __call__(self, effect: Effect) -> None:
         match effect:
@@ -87,6 +90,8 @@ class Dispatcher:
                 self._on_announce(effect.kind, effect.text)
             case JobEnded():
                 self._on_job_ended(effect)
+            case Answer():
+                self._on_answer(effect)
             case _:
                 assert_never(effect)
 

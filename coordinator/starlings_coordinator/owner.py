@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
 from starlings_coordinator.bus.bulletin import Bulletin
 from starlings_coordinator.clock import Clock
 from starlings_coordinator.core.core import Core
-from starlings_coordinator.core.events import StopRequested, WorkerRevoked
+from starlings_coordinator.core.effects import Answer
+from starlings_coordinator.core.events import (
+    EvictionRequested,
+    OwnerCommand,
+    PauseRequested,
+    ReadmissionRequested,
+    ResumeRequested,
+    StopRequested,
+    WorkerRevoked,
+)
+from starlings_coordinator.core.reasons import find_worker, why
 from starlings_coordinator.core.views import Headline, headline
 from starlings_coordinator.detokenise import Detokenise
 from starlings_coordinator.enrolment import EnrolmentAuthority
@@ -32,6 +42,7 @@ WATCHERS_LIMIT = 64
 # Building status replies takes at most one part in this many of the time, however many ask.
 AGE_PER_BUILD = 25.0
 REASON_LIMIT_CHARACTERS = 200
+NAME_LIMIT_CHARACTERS = 64
 
 
 def trimmed(status: StatusReply, after_event: int, after_step: int) -> StatusReply:
@@ -82,6 +93,9 @@ class OwnerDesk:
         self._watchers = 0
         self._built: StatusReply | None = None
         self._built_at_s = self._build_took_s = 0.0
+        # Commands that wait for their answer.
+        self._asked = 0
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
 
     # ------------------------------------------------------------------ status
 
@@ -113,9 +127,17 @@ class OwnerDesk:
         return self._built
 
     def reply(self, request: control_pb2.StatusRequest) -> control_pb2.StatusReply:
+        found, now_s = self.status(request.after_event), self._clock.now().monotonic_s
         reply = control_pb2.StatusReply()
-        to_proto(self.status(request.after_event), reply)
+        # Only here: to those who watch, time that passes is no news.
+        workers = tuple(replace(w, silent_s=self._silent_s(w.worker_id, now_s)) for w in found.workers)
+        to_proto(replace(found, workers=workers), reply)
         return reply
+
+    def _silent_s(self, worker_id: WorkerId, now_s: float) -> float:
+        member = self._core.members.get(worker_id)
+        here = member is not None and member.here
+        return max(0.0, now_s - member.detector.last_heard_s) if member is not None and here else 0.0
 
     def _sample_text(self) -> str:
         """Prompt and continuation; decoded once."""
@@ -178,6 +200,77 @@ class OwnerDesk:
         await self._loop.post(StopRequested(reason))
         await self._loop.turn()
         return control_pb2.StopReply(phase=self._core.phase.value)
+
+    def answered(self, answer: Answer) -> None:
+        waiting = self._waiting.pop(answer.request, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+    async def _command(self, make: Callable[[int], OwnerCommand]) -> control_pb2.CommandReply:
+        """Answered when its record is stored and its effects have left.
+
+        Raises:
+            RefusedError: NOT_NOW: the core said why.
+        """
+        self._asked += 1
+        waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[self._asked] = waiting
+        number = self._asked
+        try:
+            await self._loop.post(make(number))
+            await self._loop.turn()
+        finally:
+            self._waiting.pop(number, None)
+        if not waiting.done():
+            raise RefusedError(Refusal.BUSY, "The coordinator is ending; ask again when it is back.")
+        answer = waiting.result()
+        if answer.refused:
+            raise RefusedError(Refusal.NOT_NOW, answer.reply.text)
+        reply = control_pb2.CommandReply()
+        to_proto(answer.reply, reply)
+        return reply
+
+    def _worker(self, named: str) -> WorkerId:
+        """Raises RefusedError: NOT_HELD: none, or several."""
+        found = find_worker(self._core, clean_text(named, NAME_LIMIT_CHARACTERS))
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            raise RefusedError(
+                Refusal.NOT_HELD,
+                f"This job knows no worker '{clean_text(named, NAME_LIMIT_CHARACTERS)}': "
+                "`starlings workers` lists them.",
+            )
+        some = ", ".join(found[:4])
+        raise RefusedError(
+            Refusal.NOT_HELD, f"That may be {some}{' ...' if len(found) > 4 else ''}: say more of the id."
+        )
+
+    async def pause(self, request: control_pb2.PauseRequest) -> control_pb2.CommandReply:
+        reason = clean_text(request.reason, REASON_LIMIT_CHARACTERS) or "no reason given"
+        return await self._command(lambda number: PauseRequested(number, reason))
+
+    async def resume(self, request: control_pb2.ResumeRequest) -> control_pb2.CommandReply:
+        return await self._command(ResumeRequested)
+
+    async def evict(self, request: control_pb2.EvictRequest) -> control_pb2.CommandReply:
+        worker_id = self._worker(request.worker)
+        if request.readmit:
+            return await self._command(lambda number: ReadmissionRequested(number, worker_id))
+        reason = clean_text(request.reason, REASON_LIMIT_CHARACTERS) or "no reason given"
+        for_s = request.for_s if math.isfinite(request.for_s) else 0.0
+        reply = await self._command(
+            lambda number: EvictionRequested(number, worker_id, reason, for_s, request.force)
+        )
+        if self._bulletin is not None:
+            self._bulletin.forget(worker_id)
+        return reply
+
+    async def why(self, request: control_pb2.WhyRequest) -> control_pb2.WhyReply:
+        found = why(self._core, self._worker(request.worker), self._clock.now())
+        reply = control_pb2.WhyReply()
+        to_proto(found, reply)
+        return reply
 
     async def create_invite(self, request: control_pb2.CreateInviteRequest) -> control_pb2.Invite:
         return await asyncio.to_thread(

@@ -193,6 +193,18 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Stop(self, request: control_pb2.StopRequest, context: Context) -> control_pb2.StopReply:
         return await self._owner.stop(request)
 
+    async def Why(self, request: control_pb2.WhyRequest, context: Context) -> control_pb2.WhyReply:
+        return await _answered(self._owner.why(request), context)
+
+    async def Pause(self, request: control_pb2.PauseRequest, context: Context) -> control_pb2.CommandReply:
+        return await _answered(self._owner.pause(request), context)
+
+    async def Resume(self, request: control_pb2.ResumeRequest, context: Context) -> control_pb2.CommandReply:
+        return await _answered(self._owner.resume(request), context)
+
+    async def Evict(self, request: control_pb2.EvictRequest, context: Context) -> control_pb2.CommandReply:
+        return await _answered(self._owner.evict(request), context)
+
     async def CreateInvite(
         self, request: control_pb2.CreateInviteRequest, context: Context
     ) -> control_pb2.Invite:

@@ -60,6 +60,10 @@ class _RefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal.Value
     """The worker's device cannot hold any stage of the job; the message says what is missing."""
     REFUSAL_IN_USE: _Refusal.ValueType  # 17
     """The same worker id is connected from another machine: a worker directory was copied. The first one stays."""
+    REFUSAL_EVICTED: _Refusal.ValueType  # 18
+    """The job's owner sent this worker away; the message says why, and until when."""
+    REFUSAL_NOT_NOW: _Refusal.ValueType  # 19
+    """A command that makes no sense as things are; the message says why, and what would."""
 
 class Refusal(_Refusal, metaclass=_RefusalEnumTypeWrapper):
     """Why the coordinator or a peer said no. Travels in gRPC trailing metadata `starlings-refusal` (decimal) beside a status,
@@ -101,6 +105,10 @@ REFUSAL_NO_ROOM: Refusal.ValueType  # 16
 """The worker's device cannot hold any stage of the job; the message says what is missing."""
 REFUSAL_IN_USE: Refusal.ValueType  # 17
 """The same worker id is connected from another machine: a worker directory was copied. The first one stays."""
+REFUSAL_EVICTED: Refusal.ValueType  # 18
+"""The job's owner sent this worker away; the message says why, and until when."""
+REFUSAL_NOT_NOW: Refusal.ValueType  # 19
+"""A command that makes no sense as things are; the message says why, and what would."""
 Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 class _LeaseKind:

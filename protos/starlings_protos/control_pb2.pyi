@@ -1487,6 +1487,7 @@ class ToWorker(_message.Message):
     SWARM_PROGRESS_FIELD_NUMBER: _builtins.int
     MICROBATCH_VOIDED_FIELD_NUMBER: _builtins.int
     TRAINING_PAUSED_FIELD_NUMBER: _builtins.int
+    JOB_PAUSED_FIELD_NUMBER: _builtins.int
     SLOT_CLOCK_FIELD_NUMBER: _builtins.int
     PAIR_MATCHED_FIELD_NUMBER: _builtins.int
     GROUP_MATCHED_FIELD_NUMBER: _builtins.int
@@ -1527,6 +1528,8 @@ class ToWorker(_message.Message):
     @_builtins.property
     def training_paused(self) -> Global___TrainingPaused: ...
     @_builtins.property
+    def job_paused(self) -> Global___JobPaused: ...
+    @_builtins.property
     def slot_clock(self) -> Global___SlotClock: ...
     @_builtins.property
     def pair_matched(self) -> Global___PairMatched: ...
@@ -1559,6 +1562,7 @@ class ToWorker(_message.Message):
         swarm_progress: Global___SwarmProgress | None = ...,
         microbatch_voided: Global___MicrobatchVoided | None = ...,
         training_paused: Global___TrainingPaused | None = ...,
+        job_paused: Global___JobPaused | None = ...,
         slot_clock: Global___SlotClock | None = ...,
         pair_matched: Global___PairMatched | None = ...,
         group_matched: Global___GroupMatched | None = ...,
@@ -1567,11 +1571,11 @@ class ToWorker(_message.Message):
         reach_order: Global___ReachOrder | None = ...,
         routes: Global___Routes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "group_closed", b"group_closed", "group_decided", b"group_decided", "group_matched", b"group_matched", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "reach_order", b"reach_order", "refused", b"refused", "retain", b"retain", "routes", b"routes", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "group_closed", b"group_closed", "group_decided", b"group_decided", "group_matched", b"group_matched", "heartbeat_ack", b"heartbeat_ack", "job_paused", b"job_paused", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "reach_order", b"reach_order", "refused", b"refused", "retain", b"retain", "routes", b"routes", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "group_closed", b"group_closed", "group_decided", b"group_decided", "group_matched", b"group_matched", "heartbeat_ack", b"heartbeat_ack", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "reach_order", b"reach_order", "refused", b"refused", "retain", b"retain", "routes", b"routes", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "group_closed", b"group_closed", "group_decided", b"group_decided", "group_matched", b"group_matched", "heartbeat_ack", b"heartbeat_ack", "job_paused", b"job_paused", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "reach_order", b"reach_order", "refused", b"refused", "retain", b"retain", "routes", b"routes", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "assignment", "assignment_renewed", "lease_grant", "step_restarted", "exchange_opened", "step_committed", "state_wanted", "finish", "refused", "standby", "heartbeat_ack", "retain", "swarm_progress", "microbatch_voided", "training_paused", "slot_clock", "pair_matched", "group_matched", "group_closed", "group_decided", "reach_order", "routes"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "assignment", "assignment_renewed", "lease_grant", "step_restarted", "exchange_opened", "step_committed", "state_wanted", "finish", "refused", "standby", "heartbeat_ack", "retain", "swarm_progress", "microbatch_voided", "training_paused", "job_paused", "slot_clock", "pair_matched", "group_matched", "group_closed", "group_decided", "reach_order", "routes"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1753,6 +1757,8 @@ class Welcome(_message.Message):
     PROFILE_JSON_FIELD_NUMBER: _builtins.int
     PROBE_NOW_FIELD_NUMBER: _builtins.int
     TELEMETRY_INTERVAL_S_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    PAUSE_REASON_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Of the range in Hello."""
     incarnation: _builtins.int
@@ -1773,6 +1779,10 @@ class Welcome(_message.Message):
     """False while another probe of the same host runs; a second Welcome follows."""
     telemetry_interval_s: _builtins.float
     """Seconds between two Telemetry messages of a worker that has settled down."""
+    paused: _builtins.bool
+    """The job is paused by its owner; as in JobPaused."""
+    pause_reason: _builtins.str
+    """Why; as in JobPaused."""
     def __init__(
         self,
         *,
@@ -1786,10 +1796,12 @@ class Welcome(_message.Message):
         profile_json: _builtins.bytes = ...,
         probe_now: _builtins.bool = ...,
         telemetry_interval_s: _builtins.float = ...,
+        paused: _builtins.bool = ...,
+        pause_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_key_der", b"assignment_key_der", "heartbeat_interval_s", b"heartbeat_interval_s", "incarnation", b"incarnation", "job_digest", b"job_digest", "job_json", b"job_json", "probe_now", b"probe_now", "profile_json", b"profile_json", "protocol", b"protocol", "telemetry_interval_s", b"telemetry_interval_s", "wall_time_s", b"wall_time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_key_der", b"assignment_key_der", "heartbeat_interval_s", b"heartbeat_interval_s", "incarnation", b"incarnation", "job_digest", b"job_digest", "job_json", b"job_json", "pause_reason", b"pause_reason", "paused", b"paused", "probe_now", b"probe_now", "profile_json", b"profile_json", "protocol", b"protocol", "telemetry_interval_s", b"telemetry_interval_s", "wall_time_s", b"wall_time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2457,6 +2469,34 @@ class TrainingPaused(_message.Message):
 Global___TrainingPaused: _TypeAlias = TrainingPaused  # noqa: Y015
 
 @_typing.final
+class JobPaused(_message.Message):
+    """The owner has paused the job, or lets it go on: nothing more is begun, no slot of an exchange is taken, and leases that
+    have not begun are given back. What is under way goes on to its end, and everything is kept. Also in Welcome.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAUSED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    paused: _builtins.bool
+    """False: it goes on."""
+    reason: _builtins.str
+    """The owner's, for people."""
+    def __init__(
+        self,
+        *,
+        paused: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paused", b"paused", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobPaused: _TypeAlias = JobPaused  # noqa: Y015
+
+@_typing.final
 class SlotClock(_message.Message):
     """The clock of one stage's exchanges, equal for its whole group: from `slot` on, slots follow each other at equal
     distances, and slot k exchanges fragment k mod `fragments`. Replicas go on by it while the coordinator is away. A
@@ -2790,6 +2830,7 @@ class StatusReply(_message.Message):
     SAMPLES_UNMERGED_FIELD_NUMBER: _builtins.int
     EXCHANGES_FIELD_NUMBER: _builtins.int
     EVALUATIONS_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """The job's name."""
     phase: _builtins.str
@@ -2867,6 +2908,10 @@ class StatusReply(_message.Message):
     def evaluations(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveEvaluation]:
         """`async`: evaluations while training went on, oldest first."""
 
+    @_builtins.property
+    def pause(self) -> Global___Pause:
+        """Absent unless the owner has paused the job."""
+
     def __init__(
         self,
         *,
@@ -2902,14 +2947,45 @@ class StatusReply(_message.Message):
         samples_unmerged: _builtins.int = ...,
         exchanges: _abc.Iterable[Global___StageExchanges] | None = ...,
         evaluations: _abc.Iterable[Global___LiveEvaluation] | None = ...,
+        pause: Global___Pause | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus", "pause", b"pause"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus", "checkpoint", b"checkpoint", "checkpoint_trouble", b"checkpoint_trouble", "dropped_messages", b"dropped_messages", "elapsed_s", b"elapsed_s", "evaluations", b"evaluations", "events", b"events", "exchanges", b"exchanges", "failure", b"failure", "has_validation_loss", b"has_validation_loss", "job", b"job", "loss", b"loss", "loss_curve", b"loss_curve", "phase", b"phase", "plan_version", b"plan_version", "sample_text", b"sample_text", "samples_leased", b"samples_leased", "samples_lost", b"samples_lost", "samples_repeated", b"samples_repeated", "samples_trained", b"samples_trained", "samples_unmerged", b"samples_unmerged", "stages", b"stages", "step", b"step", "step_microbatches", b"step_microbatches", "step_microbatches_done", b"step_microbatches_done", "steps_total", b"steps_total", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "validation_loss", b"validation_loss", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus", "checkpoint", b"checkpoint", "checkpoint_trouble", b"checkpoint_trouble", "dropped_messages", b"dropped_messages", "elapsed_s", b"elapsed_s", "evaluations", b"evaluations", "events", b"events", "exchanges", b"exchanges", "failure", b"failure", "has_validation_loss", b"has_validation_loss", "job", b"job", "loss", b"loss", "loss_curve", b"loss_curve", "pause", b"pause", "phase", b"phase", "plan_version", b"plan_version", "sample_text", b"sample_text", "samples_leased", b"samples_leased", "samples_lost", b"samples_lost", "samples_repeated", b"samples_repeated", "samples_trained", b"samples_trained", "samples_unmerged", b"samples_unmerged", "stages", b"stages", "step", b"step", "step_microbatches", b"step_microbatches", "step_microbatches_done", b"step_microbatches_done", "steps_total", b"steps_total", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "validation_loss", b"validation_loss", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class Pause(_message.Message):
+    """A pause of the whole job by its owner."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    SINCE_S_FIELD_NUMBER: _builtins.int
+    SETTLING_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """The owner's words."""
+    since_s: _builtins.float
+    """Since when, seconds since 1970."""
+    settling: _builtins.bool
+    """Whether something is still under way: microbatches, a step, an exchange."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        since_s: _builtins.float = ...,
+        settling: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "settling", b"settling", "since_s", b"since_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pause: _TypeAlias = Pause  # noqa: Y015
 
 @_typing.final
 class LiveEvaluation(_message.Message):
@@ -3172,12 +3248,15 @@ class WorkerStatus(_message.Message):
     PACE_FIELD_NUMBER: _builtins.int
     SLOWDOWN_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
+    CAPACITY_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    UPLINK_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    SILENT_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     device: _builtins.str
     """As in Hello."""
     device_class: _builtins.str
     state: _builtins.str
-    """"joining", "probing", "standby", "observing", "loading", "training", "leaving", "lost"."""
+    """"joining", "probing", "standby", "observing", "loading", "training", "leaving", "lost", "evicted"."""
     reason: _builtins.str
     """Why it is idle, suspect or slow, in words."""
     tokens: _builtins.int
@@ -3208,6 +3287,14 @@ class WorkerStatus(_message.Message):
     """How much slower than planned, in comparison with all others; 1 = as planned, 0 for a worker that holds nothing."""
     cause: _builtins.str
     """What its time goes into beyond the plan: "compute", "uplink", "heat", "power", or "queue": its peers have no room."""
+    capacity_tokens_per_second: _builtins.float
+    """What the plan counts on at most, in the unit of `tokens_per_second`: one microbatch after the other through its whole
+    span, at the speed that was measured. 0 for a worker that holds nothing.
+    """
+    uplink_bytes_per_s: _builtins.float
+    """As it was measured at joining; 0 while unknown."""
+    silent_s: _builtins.float
+    """Since it was heard last; 0 for one that is not connected."""
     @_builtins.property
     def span(self) -> _common_pb2.Span:
         """Absent when the worker holds nothing."""
@@ -3254,10 +3341,13 @@ class WorkerStatus(_message.Message):
         pace: _builtins.str = ...,
         slowdown: _builtins.float = ...,
         cause: _builtins.str = ...,
+        capacity_tokens_per_second: _builtins.float = ...,
+        uplink_bytes_per_s: _builtins.float = ...,
+        silent_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "cause", b"cause", "device", b"device", "device_class", b"device_class", "gossip_peers", b"gossip_peers", "gradients_stale", b"gradients_stale", "inner_steps", b"inner_steps", "memory_bytes", b"memory_bytes", "pace", b"pace", "planned_memory_bytes", b"planned_memory_bytes", "reach", b"reach", "reason", b"reason", "relays", b"relays", "seconds", b"seconds", "slowdown", b"slowdown", "span", b"span", "staleness", b"staleness", "staleness_most", b"staleness_most", "state", b"state", "suspect", b"suspect", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "capacity_tokens_per_second", b"capacity_tokens_per_second", "cause", b"cause", "device", b"device", "device_class", b"device_class", "gossip_peers", b"gossip_peers", "gradients_stale", b"gradients_stale", "inner_steps", b"inner_steps", "memory_bytes", b"memory_bytes", "pace", b"pace", "planned_memory_bytes", b"planned_memory_bytes", "reach", b"reach", "reason", b"reason", "relays", b"relays", "seconds", b"seconds", "silent_s", b"silent_s", "slowdown", b"slowdown", "span", b"span", "staleness", b"staleness", "staleness_most", b"staleness_most", "state", b"state", "suspect", b"suspect", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "uplink_bytes_per_s", b"uplink_bytes_per_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3372,6 +3462,191 @@ class StopReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StopReply: _TypeAlias = StopReply  # noqa: Y015
+
+@_typing.final
+class WhyRequest(_message.Message):
+    """Asks about one worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """Its id, or enough of its beginning to name no other."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WhyRequest: _TypeAlias = WhyRequest  # noqa: Y015
+
+@_typing.final
+class WhyReply(_message.Message):
+    """What is known of a worker, in words, the most telling first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    BECAUSE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The whole id."""
+    state: _builtins.str
+    """As in WorkerStatus."""
+    @_builtins.property
+    def because(self) -> _containers.RepeatedCompositeFieldContainer[Global___Because]: ...
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        state: _builtins.str = ...,
+        because: _abc.Iterable[Global___Because] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["because", b"because", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WhyReply: _TypeAlias = WhyReply  # noqa: Y015
+
+@_typing.final
+class Because(_message.Message):
+    """One reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """"state", "span", "waiting", "plan", "pace", "suspect", "failures", "paused", "evicted", or "do": what would help."""
+    text: _builtins.str
+    """One or two sentences."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Because: _TypeAlias = Because  # noqa: Y015
+
+@_typing.final
+class PauseRequest(_message.Message):
+    """Pauses the job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Shown to volunteers."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseRequest: _TypeAlias = PauseRequest  # noqa: Y015
+
+@_typing.final
+class ResumeRequest(_message.Message):
+    """Lets a paused job go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+
+@_typing.final
+class EvictRequest(_message.Message):
+    """Sends one worker away, or lets it back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    FOR_S_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    READMIT_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """Its id, or enough of its beginning to name no other."""
+    for_s: _builtins.float
+    """Seconds until it may come back by itself; 0: not before the owner lets it."""
+    reason: _builtins.str
+    """Told to the worker."""
+    force: _builtins.bool
+    """Also when a stage would have no holder any more, and training goes on from the newest checkpoint."""
+    readmit: _builtins.bool
+    """Let it back now; the rest but `worker` is not looked at."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        for_s: _builtins.float = ...,
+        reason: _builtins.str = ...,
+        force: _builtins.bool = ...,
+        readmit: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["for_s", b"for_s", "force", b"force", "readmit", b"readmit", "reason", b"reason", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictRequest: _TypeAlias = EvictRequest  # noqa: Y015
+
+@_typing.final
+class CommandReply(_message.Message):
+    """What came of a command: it is recorded, and has begun to take effect."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGED_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    changed: _builtins.bool
+    """False: it was so already."""
+    text: _builtins.str
+    """One or two sentences."""
+    phase: _builtins.str
+    """Phase of the job now; see StatusReply."""
+    def __init__(
+        self,
+        *,
+        changed: _builtins.bool = ...,
+        text: _builtins.str = ...,
+        phase: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "phase", b"phase", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandReply: _TypeAlias = CommandReply  # noqa: Y015
 
 @_typing.final
 class CreateInviteRequest(_message.Message):

@@ -176,6 +176,26 @@ class ControlStub(object):
                 request_serializer=starlings__protos_dot_control__pb2.StopRequest.SerializeToString,
                 response_deserializer=starlings__protos_dot_control__pb2.StopReply.FromString,
                 _registered_method=True)
+        self.Why = channel.unary_unary(
+                '/starlings.v1.Control/Why',
+                request_serializer=starlings__protos_dot_control__pb2.WhyRequest.SerializeToString,
+                response_deserializer=starlings__protos_dot_control__pb2.WhyReply.FromString,
+                _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/starlings.v1.Control/Pause',
+                request_serializer=starlings__protos_dot_control__pb2.PauseRequest.SerializeToString,
+                response_deserializer=starlings__protos_dot_control__pb2.CommandReply.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/starlings.v1.Control/Resume',
+                request_serializer=starlings__protos_dot_control__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=starlings__protos_dot_control__pb2.CommandReply.FromString,
+                _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/starlings.v1.Control/Evict',
+                request_serializer=starlings__protos_dot_control__pb2.EvictRequest.SerializeToString,
+                response_deserializer=starlings__protos_dot_control__pb2.CommandReply.FromString,
+                _registered_method=True)
         self.CreateInvite = channel.unary_unary(
                 '/starlings.v1.Control/CreateInvite',
                 request_serializer=starlings__protos_dot_control__pb2.CreateInviteRequest.SerializeToString,
@@ -225,6 +245,34 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Why(self, request, context):
+        """Why a worker does what it does, in words. Roles: owner, observer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pause(self, request, context):
+        """Nobody begins anything more until Resume; everybody keeps what they have. Role: owner.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Ends a pause. Role: owner.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evict(self, request, context):
+        """Sends a worker away for a while, or lets it back. Role: owner.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateInvite(self, request, context):
         """Makes a token and shows its secret, this once. Role: owner.
         """
@@ -268,6 +316,26 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=starlings__protos_dot_control__pb2.StopRequest.FromString,
                     response_serializer=starlings__protos_dot_control__pb2.StopReply.SerializeToString,
+            ),
+            'Why': grpc.unary_unary_rpc_method_handler(
+                    servicer.Why,
+                    request_deserializer=starlings__protos_dot_control__pb2.WhyRequest.FromString,
+                    response_serializer=starlings__protos_dot_control__pb2.WhyReply.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=starlings__protos_dot_control__pb2.PauseRequest.FromString,
+                    response_serializer=starlings__protos_dot_control__pb2.CommandReply.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=starlings__protos_dot_control__pb2.ResumeRequest.FromString,
+                    response_serializer=starlings__protos_dot_control__pb2.CommandReply.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=starlings__protos_dot_control__pb2.EvictRequest.FromString,
+                    response_serializer=starlings__protos_dot_control__pb2.CommandReply.SerializeToString,
             ),
             'CreateInvite': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateInvite,
@@ -394,6 +462,114 @@ class Control(object):
             '/starlings.v1.Control/Stop',
             starlings__protos_dot_control__pb2.StopRequest.SerializeToString,
             starlings__protos_dot_control__pb2.StopReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Why(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/starlings.v1.Control/Why',
+            starlings__protos_dot_control__pb2.WhyRequest.SerializeToString,
+            starlings__protos_dot_control__pb2.WhyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/starlings.v1.Control/Pause',
+            starlings__protos_dot_control__pb2.PauseRequest.SerializeToString,
+            starlings__protos_dot_control__pb2.CommandReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/starlings.v1.Control/Resume',
+            starlings__protos_dot_control__pb2.ResumeRequest.SerializeToString,
+            starlings__protos_dot_control__pb2.CommandReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/starlings.v1.Control/Evict',
+            starlings__protos_dot_control__pb2.EvictRequest.SerializeToString,
+            starlings__protos_dot_control__pb2.CommandReply.FromString,
             options,
             channel_credentials,
             insecure,

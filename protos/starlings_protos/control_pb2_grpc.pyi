@@ -90,6 +90,14 @@ class ControlStub:
     """The same each time something changed, at most every `interval_s`. Roles: owner, observer."""
     Stop: _grpc.UnaryUnaryMultiCallable[_control_pb2.StopRequest, _control_pb2.StopReply]
     """Ends the job in order: average, evaluation, checkpoint. Role: owner."""
+    Why: _grpc.UnaryUnaryMultiCallable[_control_pb2.WhyRequest, _control_pb2.WhyReply]
+    """Why a worker does what it does, in words. Roles: owner, observer."""
+    Pause: _grpc.UnaryUnaryMultiCallable[_control_pb2.PauseRequest, _control_pb2.CommandReply]
+    """Nobody begins anything more until Resume; everybody keeps what they have. Role: owner."""
+    Resume: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.CommandReply]
+    """Ends a pause. Role: owner."""
+    Evict: _grpc.UnaryUnaryMultiCallable[_control_pb2.EvictRequest, _control_pb2.CommandReply]
+    """Sends a worker away for a while, or lets it back. Role: owner."""
     CreateInvite: _grpc.UnaryUnaryMultiCallable[_control_pb2.CreateInviteRequest, _control_pb2.Invite]
     """Makes a token and shows its secret, this once. Role: owner."""
     ListInvites: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListInvitesRequest, _control_pb2.InviteList]
@@ -110,6 +118,14 @@ class ControlAsyncStub(ControlStub):
     """The same each time something changed, at most every `interval_s`. Roles: owner, observer."""
     Stop: _aio.UnaryUnaryMultiCallable[_control_pb2.StopRequest, _control_pb2.StopReply]  # type: ignore[assignment]
     """Ends the job in order: average, evaluation, checkpoint. Role: owner."""
+    Why: _aio.UnaryUnaryMultiCallable[_control_pb2.WhyRequest, _control_pb2.WhyReply]  # type: ignore[assignment]
+    """Why a worker does what it does, in words. Roles: owner, observer."""
+    Pause: _aio.UnaryUnaryMultiCallable[_control_pb2.PauseRequest, _control_pb2.CommandReply]  # type: ignore[assignment]
+    """Nobody begins anything more until Resume; everybody keeps what they have. Role: owner."""
+    Resume: _aio.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.CommandReply]  # type: ignore[assignment]
+    """Ends a pause. Role: owner."""
+    Evict: _aio.UnaryUnaryMultiCallable[_control_pb2.EvictRequest, _control_pb2.CommandReply]  # type: ignore[assignment]
+    """Sends a worker away for a while, or lets it back. Role: owner."""
     CreateInvite: _aio.UnaryUnaryMultiCallable[_control_pb2.CreateInviteRequest, _control_pb2.Invite]  # type: ignore[assignment]
     """Makes a token and shows its secret, this once. Role: owner."""
     ListInvites: _aio.UnaryUnaryMultiCallable[_control_pb2.ListInvitesRequest, _control_pb2.InviteList]  # type: ignore[assignment]
@@ -151,6 +167,38 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.StopReply, _abc.Awaitable[_control_pb2.StopReply]]:
         """Ends the job in order: average, evaluation, checkpoint. Role: owner."""
+
+    @_abc_1.abstractmethod
+    def Why(
+        self,
+        request: _control_pb2.WhyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.WhyReply, _abc.Awaitable[_control_pb2.WhyReply]]:
+        """Why a worker does what it does, in words. Roles: owner, observer."""
+
+    @_abc_1.abstractmethod
+    def Pause(
+        self,
+        request: _control_pb2.PauseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.CommandReply, _abc.Awaitable[_control_pb2.CommandReply]]:
+        """Nobody begins anything more until Resume; everybody keeps what they have. Role: owner."""
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _control_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.CommandReply, _abc.Awaitable[_control_pb2.CommandReply]]:
+        """Ends a pause. Role: owner."""
+
+    @_abc_1.abstractmethod
+    def Evict(
+        self,
+        request: _control_pb2.EvictRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.CommandReply, _abc.Awaitable[_control_pb2.CommandReply]]:
+        """Sends a worker away for a while, or lets it back. Role: owner."""
 
     @_abc_1.abstractmethod
     def CreateInvite(

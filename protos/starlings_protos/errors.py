@@ -54,6 +54,7 @@ class ExitCode(enum.IntEnum):
     NO_DEVICE = 13
     CAP_REACHED = 14
     CLOCK = 15
+    EVICTED = 16
 
 
 class StarlingsError(Exception):
@@ -162,6 +163,9 @@ RULES: Mapping[Refusal, Rule] = {
     Refusal.SUPERSEDED: Rule("ABORTED", ExitCode.IN_USE, False),
     Refusal.NO_ROOM: Rule("FAILED_PRECONDITION", ExitCode.NO_DEVICE, False),
     Refusal.IN_USE: Rule("FAILED_PRECONDITION", ExitCode.IN_USE, False),
+    # The process ends and frees its device; whoever starts it again later, a service manager say, is let in then.
+    Refusal.EVICTED: Rule("PERMISSION_DENIED", ExitCode.EVICTED, False),
+    Refusal.NOT_NOW: Rule("FAILED_PRECONDITION", ExitCode.USAGE, False),
 }
 
 

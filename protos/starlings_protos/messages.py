@@ -20,6 +20,7 @@ from starlings_protos.group_messages import (
 from starlings_protos.pair_messages import PairMatched, RoundOutcome, RoundReady, SlotClock
 from starlings_protos.reach_messages import ReachOrder, ReachReport, Routes
 from starlings_protos.stream_messages import (
+    JobPaused,
     LeasesReturned,
     MicrobatchVoided,
     StageReport,
@@ -229,6 +230,8 @@ class Welcome:
     profile_json: bytes
     probe_now: bool
     telemetry_interval_s: float = 0.0
+    paused: bool = False
+    pause_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +389,7 @@ ToWorker = (
     | SwarmProgress
     | MicrobatchVoided
     | TrainingPaused
+    | JobPaused
     | SlotClock
     | PairMatched
     | GroupMatched

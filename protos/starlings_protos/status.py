@@ -61,6 +61,9 @@ class WorkerStatus:
     pace: str = ""
     slowdown: float = 0.0
     cause: str = ""
+    capacity_tokens_per_second: float = 0.0
+    uplink_bytes_per_s: float = 0.0
+    silent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,33 @@ class BusHealth:
 
 
 @dataclass(frozen=True, slots=True)
+class Pause:
+    reason: str
+    since_s: float
+    settling: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Because:
+    topic: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class WhyReply:
+    worker_id: WorkerId
+    state: str
+    because: tuple[Because, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommandReply:
+    changed: bool
+    text: str
+    phase: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class StatusReply:
     job: str
     phase: str
@@ -129,6 +159,7 @@ class StatusReply:
     samples_unmerged: int = 0
     exchanges: tuple[StageExchanges, ...] = ()
     evaluations: tuple[LiveEvaluation, ...] = ()
+    pause: Pause | None = None
     # The shell decodes it from the generated tokens: the pure core leaves it empty.
     sample_text: str = ""
     # The shell's as well.

@@ -1,4 +1,4 @@
-"""What coordinator and workers say in `async` jobs only: records that mirror control.proto."""
+"""What coordinator and workers say in `async` jobs, most of it only there: records that mirror control.proto."""
 
 from __future__ import annotations
 
@@ -45,3 +45,11 @@ class MicrobatchVoided:
 class TrainingPaused:
     version: int
     attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobPaused:
+    """In every job."""
+
+    paused: bool
+    reason: str = ""

@@ -29,6 +29,8 @@ class Refusal(enum.IntEnum):
     SUPERSEDED = 15
     NO_ROOM = 16
     IN_USE = 17
+    EVICTED = 18
+    NOT_NOW = 19
 
 
 class LeaseKind(enum.IntEnum):

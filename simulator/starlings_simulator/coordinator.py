@@ -8,6 +8,7 @@ from typing import Protocol
 
 from starlings_coordinator.core.effects import (
     Announce,
+    Answer,
     CloseSession,
     ComputePlan,
     Effect,
@@ -96,6 +97,8 @@ class Coordinator:
         self._dies_after: tuple[type, ...] = ()
         self.wall_offset_s = 0.0
         self.ended: JobEnded | None = None
+        # To the owner's commands.
+        self.answers: list[Answer] = []
         self.core = restore(())
         self.start()
 
@@ -228,6 +231,8 @@ class Coordinator:
                 self._announced(effect)
             case JobEnded():
                 self.ended = effect
+            case Answer():
+                self.answers.append(effect)
 
     def _send(self, effect: Send) -> None:
         checker = self.world.checker

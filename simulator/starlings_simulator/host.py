@@ -23,6 +23,7 @@ from starlings_protos.messages import (
     Welcome,
     WorkerId,
 )
+from starlings_protos.stream_messages import JobPaused
 from starlings_simulator.control import ControlStream, CoordinatorEnd
 from starlings_simulator.engine import Engine, EngineSpec
 from starlings_simulator.network import Network, Process
@@ -35,7 +36,14 @@ from starlings_worker.core.vitals import heartbeat
 STARTED_AT_WALL_S = 1_700_000_000.0
 RECONNECT_S = (0.3, 2.0)
 # Refusals that no new stream cures.
-FOR_GOOD = (Refusal.REVOKED, Refusal.VERSION, Refusal.JOB_MISMATCH, Refusal.NOT_YOU, Refusal.NO_ROOM)
+FOR_GOOD = (
+    Refusal.REVOKED,
+    Refusal.VERSION,
+    Refusal.JOB_MISMATCH,
+    Refusal.NOT_YOU,
+    Refusal.NO_ROOM,
+    Refusal.EVICTED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +262,16 @@ class Host:
             self._engine_down = None
             self.engine_incarnation = message.incarnation
             self._start_engine(message.probe_now)
+            self._tell_of_pause(message)
             return
         self.engine.handle(ControlRestored())
+        self._tell_of_pause(message)
         if message.probe_now:
             self._probe()
+
+    def _tell_of_pause(self, message: Welcome) -> None:
+        if self.engine is not None and message.paused != self.engine.core.paused:
+            self.engine.hear(JobPaused(message.paused, message.pause_reason))
 
     def _start_engine(self, probe_now: bool) -> None:
         process = Process(self.worker_id)

@@ -43,6 +43,17 @@ def test_what_is_counted_is_at_least_what_is_true(seeds: range) -> None:
     assert sum(world.core.state.samples_unmerged > 0 for world in worlds) > len(seeds) // 4
 
 
+@pytest.mark.parametrize(
+    "seeds",
+    [range(10), *(pytest.param(range(low, low + 40), marks=pytest.mark.slow) for low in range(10, 210, 40))],
+    ids=str,
+)
+def test_the_owners_commands_lose_nothing_that_is_not_counted(seeds: range) -> None:
+    worlds = [play(seed, commands=True) for seed in seeds]
+    faults = sum((world.faults for world in worlds), Counter[str]())
+    assert all(faults[f"owner: {kind}"] for kind in ("pause", "resume", "evict")), faults
+
+
 def test_engines_that_end_cost_what_was_in_flight_and_no_more() -> None:
     for seed in range(8):
         world = Chaos(seed)

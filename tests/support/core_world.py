@@ -9,6 +9,7 @@ from typing import Any
 from starlings_coordinator.core.config import CoreConfig
 from starlings_coordinator.core.core import Core
 from starlings_coordinator.core.effects import (
+    Answer,
     CloseSession,
     ComputePlan,
     Effect,
@@ -70,7 +71,7 @@ from starlings_protos.messages import (
     Welcome,
     WorkerId,
 )
-from starlings_protos.stream_messages import TrainingPaused
+from starlings_protos.stream_messages import JobPaused, LeasesReturned, TrainingPaused
 
 BLOCKS = 6
 
@@ -149,6 +150,7 @@ class World:
         self.fakes: dict[WorkerId, Fake] = {}
         self.records: list[Record] = []
         self.ended: JobEnded | None = None
+        self.answers: list[Answer] = []
         self.closed: list[CloseSession] = []
         self.saves: list[SaveCheckpoint] = []
         self.plan_requests: list[ComputePlan] = []
@@ -293,6 +295,8 @@ class World:
                 self.closed.append(effect)
             case JobEnded():
                 self.ended = effect
+            case Answer():
+                self.answers.append(effect)
             case _:
                 pass
 
@@ -331,6 +335,11 @@ class World:
             case TrainingPaused():
                 fake.version, fake.drifts, fake.leases = message.version, True, []
                 self.say(fake, LeaseRequest(4))
+            case JobPaused() if not message.paused and fake.assignment is not None:
+                self.say(fake, LeaseRequest(4))
+            case JobPaused() if fake.leases:
+                self.say(fake, LeasesReturned(tuple(lease.key for lease in fake.leases)))
+                fake.leases = []
             case StepRestarted():
                 self._begin(fake, message.step, message.attempt)
             case ExchangeOpened():

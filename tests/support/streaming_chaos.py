@@ -13,7 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlings_coordinator.core.effects import Effect, SaveCheckpoint
-from starlings_coordinator.core.events import WorkerDisconnected
+from starlings_coordinator.core.events import (
+    EvictionRequested,
+    PauseRequested,
+    ResumeRequested,
+    WorkerDisconnected,
+)
 from starlings_protos.messages import (
     Assignment,
     EngineDown,
@@ -83,6 +88,7 @@ class Chaos(World):
         self.loaded_base: dict[WorkerId, int] = {}
         self.delayed: list[tuple[float, WorkerId, int, MicrobatchDone]] = []
         self.faults: Counter[str] = Counter()
+        self.commands = 0
         self.boot()
         for name in names:
             self.enter(name)
@@ -281,6 +287,23 @@ class Chaos(World):
                 self.settle()
         self.faults[kind] += 1
 
+    def command(self) -> None:
+        """The owner pauses, goes on, sends somebody away for a moment."""
+        self.commands += 1
+        kind = self.rng.choice(["pause", "resume", "resume", "evict"])
+        if kind == "pause":
+            self.feed(PauseRequested(self.commands, "simulated"))
+        elif kind == "resume":
+            self.feed(ResumeRequested(self.commands))
+        else:
+            victim = self.rng.choice(sorted(self.spans))
+            self.feed(EvictionRequested(self.commands, victim, "simulated", self.rng.choice([2.0, 6.0])))
+            if not self.answers[-1].refused:
+                self.drop(victim)
+                self.fakes[victim].mute = False
+        self.settle()
+        self.faults[f"owner: {kind}"] += 1
+
     def end_engine(self, fake: Fake) -> None:
         self.drop(fake.worker_id)
         self.say(fake, EngineDown("simulated", restarting=True))
@@ -299,6 +322,8 @@ class Chaos(World):
 
     def heal(self) -> None:
         for worker_id in sorted(self.spans):
+            if worker_id in self.core.state.evicted:
+                continue
             replica = self.replicas.get(worker_id)
             if replica is not None and replica.dead:
                 self.enter(worker_id)
@@ -337,8 +362,8 @@ class Chaos(World):
         return self.core.schedule.leasing._shards.samples_at(epoch, position, position + 1)  # type: ignore[attr-defined]
 
 
-def play(seed: int) -> Chaos:
-    """Trouble, then calm, until the job ends."""
+def play(seed: int, *, commands: bool = False) -> Chaos:
+    """Trouble, then calm, until the job ends. `commands`: the owner's as well."""
     world = Chaos(seed)
     rng = world.rng
     for _ in range(12):
@@ -351,7 +376,12 @@ def play(seed: int) -> Chaos:
         if world.now_s - began_s >= troubles[0]:
             troubles.pop(0)
             world.hurt()
+        if commands and rng.random() < 0.15:
+            world.command()
         world.look()
+    if commands:
+        world.feed(ResumeRequested(0))
+        world.settle()
     world.heal()
     for _ in range(600):
         if world.ended is not None:

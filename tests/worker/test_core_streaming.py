@@ -19,7 +19,14 @@ from starlings_protos.messages import (
     StateWanted,
     WorkerId,
 )
-from starlings_protos.stream_messages import LeasesReturned, MicrobatchVoided, SwarmProgress, TrainingPaused
+from starlings_protos.pair_messages import SlotClock
+from starlings_protos.stream_messages import (
+    JobPaused,
+    LeasesReturned,
+    MicrobatchVoided,
+    SwarmProgress,
+    TrainingPaused,
+)
 from starlings_simulator.driver import Driver, assignment, forward_header, train_key
 from starlings_worker.core.admission import Duplicate, Rejection
 from starlings_worker.core.effects import (
@@ -38,6 +45,7 @@ from starlings_worker.core.events import (
     MicrobatchSent,
     SpanLoaded,
 )
+from starlings_worker.core.pairing.slots import StageSlots
 from starlings_worker.core.streaming.rules import StreamRules
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -337,3 +345,68 @@ def test_another_plan_with_the_same_base_loads_nothing() -> None:
     newer = assignment((0, 1), {}, stages=2, plan_version=3, step=40)
     driver.hear(dataclasses.replace(newer, base_plan_version=3))
     assert not driver.core.loaded
+
+
+# ------------------------------------------------------------------ a pause by the owner
+
+
+def test_in_a_pause_nothing_begins_what_is_under_way_ends_and_the_rest_is_given_back() -> None:
+    driver = first_of_two()
+    sent = to_b(driver, 0)
+    driver.grant(*(train_key(index, attempt=5) for index in range(1, 40)))
+    waiting, begun = set(driver.core.table.leases), driver.core.table.own_count
+    assert waiting
+    driver.hear(JobPaused(True, "lunch"))
+    assert [set(m.keys) for m in driver.said() if isinstance(m, LeasesReturned)] == [waiting]
+    assert not driver.core.table.leases
+    assert driver.core.table.wish() == 0
+    # What was on its way here when it began is given back, too.
+    driver.grant(*(train_key(index, attempt=6) for index in range(3)))
+    assert [len(m.keys) for m in driver.said() if isinstance(m, LeasesReturned)] == [3]
+    assert driver.core.table.own_count == begun
+    come_back(driver, sent)
+    said = driver.said()
+    while driver.core.device.running is not None:
+        driver.compute()
+        said += driver.said()
+    assert [m.key.index for m in said if isinstance(m, MicrobatchDone)] == [0]
+    driver.hear(JobPaused(False))
+    assert any(isinstance(m, LeaseRequest) for m in driver.said())
+    begun = driver.core.table.own_count
+    driver.grant(train_key(0, attempt=7))
+    assert driver.core.table.own_count == begun + 1
+
+
+def test_a_pause_is_nobodys_pace() -> None:
+    driver = lone(inner_batch=1)
+    stream = driver.core.stream
+    assert stream is not None
+    for index in range(6):
+        driver.now_s += 1.0
+        driver.grant(train_key(index, attempt=5))
+        for _ in range(3):
+            driver.compute()
+    stock = driver.core.table.stock  # type: ignore[attr-defined]
+    driver.hear(JobPaused(True))
+    driver.now_s += 7200.0
+    driver.hear(JobPaused(False))
+    for index in range(2):
+        driver.now_s += 1.0
+        driver.grant(train_key(index, attempt=6))
+        for _ in range(3):
+            driver.compute()
+    assert driver.core.table.stock > stock / 2  # type: ignore[attr-defined]
+
+
+def test_no_slot_is_taken_in_a_pause_and_those_that_were_missed_never() -> None:
+    slots = StageSlots()
+    assert slots.told(SlotClock(0, 5, 1.0, 10.0, 1, False), 100.0)
+    assert slots.due(101.5) == 5
+    slots.taken = 5
+    slots.hold(True, 102.0)
+    assert slots.due(150.0) is None
+    slots.hold(True, 150.0)
+    slots.hold(False, 152.0)
+    assert slots.due(152.0) is None
+    assert slots.next_slot(152.0) == 11
+    assert slots.due(161.5) == 11

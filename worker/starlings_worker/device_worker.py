@@ -408,6 +408,10 @@ class DeviceWorker:
         if kind == "finish":
             self._finish = message.finish
             asyncio.get_running_loop().call_later(FINISH_WITHIN_S, self._finished_without_engine)
+        if kind == "job_paused" and self._welcome is not None:
+            # An engine that has yet to start gets it with the Welcome.
+            self._welcome.paused = message.job_paused.paused
+            self._welcome.pause_reason = message.job_paused.reason
         if kind == "heartbeat_ack":
             self._reports.keep_pace(message.heartbeat_ack.heartbeat_interval_s)
         self._narrator.ordered(message)
@@ -424,11 +428,7 @@ class DeviceWorker:
         self._reports.welcomed(welcome)
         self._bus.open(welcome.job_json)
         self._reach.report()
-        if self._welcome is None:
-            text = "The coordinator has welcomed this worker."
-            self._narrator.tell("connected", text, {"incarnation": welcome.incarnation})
-        elif self._cut_off:
-            self._narrator.tell("connected", "The coordinator is back.", {"incarnation": welcome.incarnation})
+        self._narrator.welcomed(welcome, first=self._welcome is None, again=self._cut_off)
         self._cut_off = False
         if self._untold_end is not None and self._stream is not None:
             # The engine of the life that this Welcome goes on with ended while the stream was down.

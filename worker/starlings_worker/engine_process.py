@@ -26,6 +26,7 @@ from starlings_protos.identity import Identity
 from starlings_protos.messages import HeartbeatAck, Welcome, WorkerId
 from starlings_protos.peers import DATA_POLICY, RoleGuard
 from starlings_protos.reach_messages import Routes
+from starlings_protos.stream_messages import JobPaused
 from starlings_worker.addresses import reachable_addresses
 from starlings_worker.core.effects import Stop
 from starlings_worker.device import Device, open_device
@@ -207,6 +208,8 @@ class EngineProcess:
                 Path(self._start.cache_directory) if self._start.cache_directory else None,
             )
             self._service.serve(self._life, clock)
+        # It may have begun or ended while nobody could be told.
+        self._life.control(JobPaused(welcome.paused, welcome.pause_reason))
         if welcome.probe_now and self._probing is None:
             self._probing = asyncio.get_running_loop().create_task(self._probe(self._life))
 

@@ -47,6 +47,8 @@ class Narrator:
                 )
             case "standby":
                 self.tell("standby", f"Waits: {message.standby.reason}", {"reason": message.standby.reason})
+            case "job_paused":
+                self.paused(message.job_paused.paused, message.job_paused.reason)
             case "step_committed":
                 step = message.step_committed
                 self.tell(
@@ -67,6 +69,19 @@ class Narrator:
                 )
             case _:
                 pass
+
+    def welcomed(self, welcome: control_pb2.Welcome, *, first: bool, again: bool) -> None:
+        """`first`: of this life; `again`: after a while without the coordinator."""
+        if first or again:
+            text = "The coordinator has welcomed this worker." if first else "The coordinator is back."
+            self.tell("connected", text, {"incarnation": welcome.incarnation})
+        if welcome.paused:
+            self.paused(True, welcome.pause_reason)
+
+    def paused(self, paused: bool, reason: str) -> None:
+        """The job is, or goes on."""
+        text = f"The job's owner has paused it: {reason}" if paused else "The job goes on."
+        self.tell("paused" if paused else "resumed", text, {"reason": reason})
 
     def reported(self, message: control_pb2.ToCoordinator) -> None:
         """A message of the engine for the coordinator."""

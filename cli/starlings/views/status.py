@@ -37,7 +37,7 @@ PHASE_STYLE = {
     "done": "bold green",
     "failed": "bold red",
 }
-STATE_STYLE = {"training": "green", "lost": "red", "leaving": "yellow", "standby": "yellow"}
+STATE_STYLE = {"training": "green", "lost": "red", "evicted": "red", "leaving": "yellow", "standby": "yellow"}
 PACE_STYLE = {"yellow": "yellow", "red": "red"}
 _EVENT_STYLE = {
     "join": "green",
@@ -45,6 +45,8 @@ _EVENT_STYLE = {
     "lost": "red",
     "step_restarted": "yellow",
     "refused": "red",
+    "evicted": "red",
+    "paused": "yellow",
     "suspect": "red",
     "plan": "cyan",
 }

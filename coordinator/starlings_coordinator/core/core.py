@@ -23,11 +23,15 @@ from starlings_coordinator.core.events import (
     CheckpointFailed,
     CheckpointSaved,
     Event,
+    EvictionRequested,
     KeeperLost,
     KeeperStarted,
     Now,
+    PauseRequested,
     PlanComputed,
     PlannerFailed,
+    ReadmissionRequested,
+    ResumeRequested,
     StopRequested,
     Ticked,
     WorkerConnected,
@@ -40,6 +44,7 @@ from starlings_coordinator.core.joining import Joining
 from starlings_coordinator.core.ledger import StepLedger
 from starlings_coordinator.core.members import Member
 from starlings_coordinator.core.membership import Membership
+from starlings_coordinator.core.operating import Operating
 from starlings_coordinator.core.phase import Phase
 from starlings_coordinator.core.planning import Planning
 from starlings_coordinator.core.rates import Rates
@@ -103,6 +108,7 @@ class Core:
         self.desk = Desk(self.apply, self._note)
         self.membership = Membership(self)
         self.watch = Watch(self)
+        self.operating = Operating(self)
         self.planning = Planning(self)
         self.schedule: Schedule
         self.joining: Joining
@@ -169,6 +175,8 @@ class Core:
                 self.planning.keeper_started(event.addresses, event.versions)
             case KeeperLost():
                 self.planning.keeper_lost()
+            case PauseRequested() | ResumeRequested() | EvictionRequested() | ReadmissionRequested():
+                self.operating.asked(event)
             case WorkerConnected():
                 self.membership.connected(event.session, event.hello)
             case _ if self.has_ended:
@@ -192,6 +200,7 @@ class Core:
                 self.finishing.checkpoint_failed(event)
             case StopRequested():
                 if not self.state.stop_reason:
+                    self.operating.job_ends()
                     self.desk.record(StopRecorded(event.reason or "stopped by the owner"))
                     self.desk.announce("stop", self.state.stop_reason)
             case _:
@@ -301,6 +310,7 @@ class Core:
         self._ticked_at_s = now_s
         self.membership.look_at_time(forgive=asleep)
         self.watch.look_at_time(forgive=asleep)
+        self.operating.look_at_time()
 
     # ------------------------------------------------------------------ shared by the parts
 
@@ -308,6 +318,11 @@ class Core:
         self._event_sequence += 1
         at_s = self.now.monotonic_s - self.started_at_s
         self.events.append(EventLine(self._event_sequence, at_s, kind, text))
+
+    @property
+    def paused(self) -> bool:
+        """By the owner: nothing more is begun."""
+        return self.state.pause is not None
 
     @property
     def plan_is_live(self) -> bool:
@@ -354,6 +369,8 @@ class Core:
 
     def waiting_words(self) -> str:
         """Why nothing moves; "" while it does."""
+        if self.operating.holds_up:
+            return self.operating.words()
         match self.phase:
             case Phase.GATHERING | Phase.PLANNING:
                 return self.planning.waiting.words()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from starlings_protos.messages import Peer, PlanRequest, Refusal, ToWorker, WorkerId
+from starlings_protos.status import CommandReply
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,4 +62,13 @@ class JobEnded:
     reason: str
 
 
-Effect = Send | CloseSession | ComputePlan | SaveCheckpoint | Announce | JobEnded
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To the owner's command of that number: what came of it, or why nothing does."""
+
+    request: int
+    reply: CommandReply
+    refused: bool = False
+
+
+Effect = Send | CloseSession | ComputePlan | SaveCheckpoint | Announce | JobEnded | Answer

@@ -94,6 +94,39 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseRequested:
+    """By the owner, as the next three. `request` comes back in the Answer."""
+
+    request: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequested:
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionRequested:
+    """`for_s`: 0 means until the owner lets it back. `force`: also the last holder of a stage."""
+
+    request: int
+    worker_id: WorkerId
+    reason: str
+    for_s: float
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReadmissionRequested:
+    request: int
+    worker_id: WorkerId
+
+
+OwnerCommand = PauseRequested | ResumeRequested | EvictionRequested | ReadmissionRequested
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """A few times a second."""
 
@@ -111,5 +144,6 @@ Event = (
     | CheckpointSaved
     | CheckpointFailed
     | StopRequested
+    | OwnerCommand
     | Ticked
 )

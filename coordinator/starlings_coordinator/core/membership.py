@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # The protocol versions that this coordinator speaks.
 PROTOCOL_MIN, PROTOCOL_MAX = 1, 1
 MEMBERS_MOST = 10_000
+PARTINGS_KEPT = 1024
 # Everybody is looked at as often as it matters and not at each tick: ten thousand cost a look some milliseconds, and
 # are given up after minutes of silence. Where a stream has ended, a device is measured or somebody is silent, it is the
 # latter at least.
@@ -65,6 +66,8 @@ class Membership:
         self._profile_json = core.config.profile.to_json()
         # Dismissed workers: how often, and until when no plan counts on them. Soft: a restart forgives.
         self._set_aside: dict[WorkerId, tuple[int, float, str]] = {}
+        # Why those who are not here any more went, for people; the oldest first.
+        self.partings: dict[WorkerId, str] = {}
         self._slowest = SlowestBeat(core.config.timings.heartbeat_told_s)
         self._look_again_at_s = float("-inf")
         # Who may be JOINING or PROBING, by host: all that are, and some that are not any more. To look through ten
@@ -158,6 +161,8 @@ class Membership:
         core = self._core
         if hello.worker_id in self._revoked:
             return Refusal.REVOKED, "this worker's certificate was revoked by the job's owner"
+        if eviction := self._core.operating.eviction_of(hello.worker_id):
+            return Refusal.EVICTED, eviction
         if hello.protocol_max < PROTOCOL_MIN:
             return Refusal.VERSION, (
                 f"worker {hello.version} speaks protocol up to {hello.protocol_max}, this coordinator "
@@ -242,6 +247,8 @@ class Membership:
             self._profile_json,
             probe_now,
             config.telemetry_interval_s(len(core.members)),
+            core.paused,
+            core.state.pause.reason if core.state.pause is not None else "",
         )
 
     # ------------------------------------------------------------------ probes
@@ -358,6 +365,11 @@ class Membership:
         if member is not None:
             self.dismiss(member, Refusal.REVOKED, "this worker's certificate was revoked by the job's owner")
 
+    def evict(self, member: Member, reason: str, message: str) -> None:
+        """Sent away by the owner, for a time that is recorded; `message` is for the worker."""
+        self._core.desk.close(member, Refusal.EVICTED, message)
+        self.lose(member, reason, announce=False)
+
     def dismiss(self, member: Member, refusal: Refusal | None, reason: str) -> None:
         """Against its will. It may come back, and is planned with again after a while that doubles each time."""
         self._note_failure(member.worker_id, reason)
@@ -391,6 +403,9 @@ class Membership:
     def _forget(self, member: Member, reason: str) -> None:
         """Recorded, so that a restarted coordinator does not go on with a life that this one gave up."""
         core = self._core
+        self.partings[member.worker_id] = reason
+        while len(self.partings) > PARTINGS_KEPT:
+            del self.partings[next(iter(self.partings))]
         if core.members.pop(member.worker_id, None) is not None and member.worker_id in core.state.lives:
             core.desk.record(WorkerGone(member.worker_id, member.incarnation, reason))
 

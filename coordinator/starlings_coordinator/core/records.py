@@ -186,6 +186,43 @@ class StopRecorded:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseRecorded:
+    """The owner paused the job: nothing more is leased until ResumeRecorded, whoever is started again."""
+
+    reason: str
+    # Seconds since 1970.
+    at_s: float
+    kind: Literal["pause_recorded"] = "pause_recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRecorded:
+    kind: Literal["resume_recorded"] = "resume_recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEvicted:
+    """The owner sent a worker away: it is not let in before `until_s`, seconds since 1970; 0: for good."""
+
+    worker_id: WorkerId
+    reason: str
+    at_s: float
+    until_s: float
+    # As it said of itself, for people.
+    device: str = ""
+    device_class: str = ""
+    kind: Literal["worker_evicted"] = "worker_evicted"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReadmitted:
+    """The time is over, or the owner let it back."""
+
+    worker_id: WorkerId
+    kind: Literal["worker_readmitted"] = "worker_readmitted"
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationRecorded:
     version: int
     loss: float
@@ -298,6 +335,10 @@ Record = (
     | SlotsReserved
     | CheckpointRecorded
     | StopRecorded
+    | PauseRecorded
+    | ResumeRecorded
+    | WorkerEvicted
+    | WorkerReadmitted
     | EvaluationRecorded
     | LiveEvaluated
     | TextRecorded

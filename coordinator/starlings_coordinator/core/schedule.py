@@ -234,6 +234,11 @@ class Schedule(ABC):
         """Distinct samples that were leased."""
 
     @property
+    @abstractmethod
+    def under_way(self) -> bool:
+        """Whether somebody works on something that was leased."""
+
+    @property
     def microbatches(self) -> tuple[int, int]:
         """Of the present step: how many, and how many are done."""
         return 0, 0

@@ -17,12 +17,14 @@ from starlings_coordinator.core.records import (
     LeaseBlockGranted,
     LeaseBlockReturned,
     LiveEvaluated,
+    PauseRecorded,
     PlanAdopted,
     PlanDropped,
     PlanLoaded,
     Record,
     RecordError,
     ReplicasShared,
+    ResumeRecorded,
     SampleEpochOpened,
     SamplesAcknowledged,
     SamplesRepeated,
@@ -34,8 +36,10 @@ from starlings_coordinator.core.records import (
     StreamAdvanced,
     TextRecorded,
     WorkerAdmitted,
+    WorkerEvicted,
     WorkerGone,
     WorkerMeasured,
+    WorkerReadmitted,
 )
 from starlings_protos.messages import Hello, PlannedWorker, ProbeReport, Span, Stage, WorkerId
 from starlings_protos.status import LiveEvaluation, LossPoint
@@ -94,6 +98,9 @@ class Durable:
     # Version 0 comes from `starlings prepare`.
     checkpoints: dict[int, str] = field(default_factory=dict)
     stop_reason: str = ""
+    # The owner's pause, while it lasts; and whom the owner has sent away, while that lasts.
+    pause: PauseRecorded | None = None
+    evicted: dict[WorkerId, WorkerEvicted] = field(default_factory=dict)
     validation_loss: float | None = None
     # `async`: on the way.
     live_evaluations: list[LiveEvaluation] = field(default_factory=list)
@@ -206,6 +213,14 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
                 state.beside_checkpoints[record.version] = record.beside
         case StopRecorded():
             state.stop_reason = record.reason
+        case PauseRecorded():
+            state.pause = record
+        case ResumeRecorded():
+            state.pause = None
+        case WorkerEvicted():
+            state.evicted[record.worker_id] = record
+        case WorkerReadmitted():
+            state.evicted.pop(record.worker_id, None)
         case EvaluationRecorded():
             state.validation_loss, state.validation_version = record.loss, record.version
         case LiveEvaluated():

@@ -102,6 +102,11 @@ class Stepping(Schedule):
         core = self._core
         if core.phase is not Phase.TRAINING or core.ledger is None:
             return
+        if core.paused and not self.under_way and not core.finishing.holding:
+            # No step's end comes at which they could go.
+            core.finishing.let_go()
+            if core.phase is not Phase.TRAINING:
+                return
         self._grant()
         self._watch()
 
@@ -111,6 +116,8 @@ class Stepping(Schedule):
         assert ledger is not None
         if not ledger.pool or core.finishing.holding:
             return
+        if core.paused and not self.under_way:
+            return  # A step that has begun is finished: it is a transaction.
         entering = [h for h in core.holders if self._enters(h)]
         # A leaving worker begins nothing more, unless the step could not end without it.
         staying = [h for h in entering if h.leaving is None]
@@ -411,6 +418,11 @@ class Stepping(Schedule):
         core, state, ledger = self._core, self._core.state, self._core.ledger
         touched = len(ledger.touched) * core.config.job.train.microbatch if ledger is not None else 0
         return max(state.samples_leased, state.samples_trained + state.samples_lost + touched)
+
+    @property
+    def under_way(self) -> bool:
+        ledger = self._core.ledger
+        return ledger is not None and bool(ledger.leases or ledger.done)
 
     @property
     def microbatches(self) -> tuple[int, int]:

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlings_coordinator.core.members import Member
+from starlings_coordinator.core.operating import eviction_words
+from starlings_coordinator.core.records import WorkerEvicted
 from starlings_protos.messages import GossipPeer, Span, WorkerId
 from starlings_protos.status import StatusReply, WorkerStatus
 
 if TYPE_CHECKING:
     from starlings_coordinator.core.core import Core
+
+# The state of a worker that the owner sent away.
+EVICTED = "evicted"
 
 
 def gossip_peers(worker_id: WorkerId, span: Span, spans: Mapping[WorkerId, Span]) -> tuple[GossipPeer, ...]:
@@ -52,7 +57,25 @@ def worker_status(core: Core, member: Member, elapsed_s: float) -> WorkerStatus:
         pace=verdict.colour.name.lower() if span is not None else "",
         slowdown=round(verdict.slowdown, 1) if span is not None else 0.0,
         cause=verdict.cause.value,
+        capacity_tokens_per_second=core.watch.capacity_tokens_per_s(member),
+        uplink_bytes_per_s=member.probe.uplink_bytes_per_s if member.probe is not None else 0.0,
     )
+
+
+def evicted_status(core: Core, eviction: WorkerEvicted) -> WorkerStatus:
+    """One that the owner sent away, and that is not here."""
+    tokens = core.state.worker_tokens.get(eviction.worker_id, 0)
+    return WorkerStatus(
+        eviction.worker_id, eviction.device, eviction.device_class, EVICTED, eviction_words(eviction), None, (),
+        tokens, 0.0, {}, {}, 0, 0,
+    )  # fmt: skip
+
+
+def workers(core: Core, elapsed_s: float) -> tuple[WorkerStatus, ...]:
+    """Everybody who is here, and those who may not be, by id."""
+    found = {w: worker_status(core, member, elapsed_s) for w, member in core.members.items()}
+    found |= {w: evicted_status(core, e) for w, e in core.state.evicted.items() if w not in found}
+    return tuple(found[worker_id] for worker_id in sorted(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +121,7 @@ def status(core: Core, now_s: float) -> StatusReply:
         loss=state.loss_curve[-1].loss if state.loss_curve else 0.0,
         validation_loss=state.validation_loss or 0.0,
         has_validation_loss=state.validation_loss is not None,
-        workers=tuple(worker_status(core, member, elapsed_s) for _, member in sorted(core.members.items())),
+        workers=workers(core, elapsed_s),
         stages=state.stages,
         plan_version=state.plan_version,
         events=tuple(core.events),
@@ -117,4 +140,5 @@ def status(core: Core, now_s: float) -> StatusReply:
         samples_unmerged=state.samples_unmerged,
         exchanges=core.schedule.exchanges_shown,
         evaluations=tuple(state.live_evaluations),
+        pause=core.operating.shown(),
     )

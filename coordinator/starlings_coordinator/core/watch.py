@@ -115,6 +115,17 @@ class Watch:
         verdict = self.paces.verdict(worker_id)
         return max(1.0, verdict.slowdown) if verdict.colour is not Colour.GREEN else 1.0
 
+    def capacity_tokens_per_s(self, holder: Member) -> float:
+        """What the plan counts on at most: a microbatch through the whole span, one after the other, as it was
+        measured. 0 for who holds nothing.
+        """
+        core, span = self._core, self._core.state.spans.get(holder.worker_id)
+        if span is None or not core.plan_is_live:
+            return 0.0
+        seconds = sum(self._planned_seconds(holder, span))
+        job = core.config.job
+        return job.train.microbatch * job.tokens_per_sample / seconds if seconds > 0 else 0.0
+
     def _planned_seconds(self, holder: Member, span: Span) -> tuple[float, ...]:
         core = self._core
         if holder.probe is None:

@@ -18,6 +18,7 @@ from starlings_protos.messages import (
     ToWorker,
     Welcome,
 )
+from starlings_protos.stream_messages import JobPaused
 from starlings_simulator.timed import figures
 from starlings_simulator.timed.engine import Engine
 from starlings_simulator.timed.machines import Machine
@@ -198,6 +199,8 @@ class Home:
             )
             # The assignment may be on its way already, and needs a core that speaks.
             self.engine.handle(ControlRestored())
+            if message.paused:
+                self.engine.hear(JobPaused(True, message.pause_reason))
             if message.probe_now:
                 self._later(self._rng.uniform(*PROBE_S), self._probe)
 

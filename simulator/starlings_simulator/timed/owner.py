@@ -7,6 +7,7 @@ from collections.abc import Callable
 from starlings_coordinator.core.core import Core
 from starlings_coordinator.core.effects import (
     Announce,
+    Answer,
     CloseSession,
     ComputePlan,
     Effect,
@@ -131,6 +132,8 @@ class Owner:
                 self.world.books.note(effect.kind, effect.text)
             case JobEnded():
                 self.ended = effect
+            case Answer():
+                pass  # Nobody commands here.
 
     def _save(self, effect: SaveCheckpoint) -> None:
         """The keeper pulls each block from the first of its donors that is there."""

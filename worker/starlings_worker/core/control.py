@@ -26,7 +26,7 @@ from starlings_protos.messages import (
 )
 from starlings_protos.pair_messages import PairMatched, SlotClock
 from starlings_protos.reach_messages import ReachOrder, Routes
-from starlings_protos.stream_messages import MicrobatchVoided, SwarmProgress, TrainingPaused
+from starlings_protos.stream_messages import JobPaused, MicrobatchVoided, SwarmProgress, TrainingPaused
 from starlings_worker.core.effects import Effect, KeepHistory, Stop
 from starlings_worker.core.pairing.meeting import Meeting
 from starlings_worker.core.placement import Placement
@@ -100,6 +100,8 @@ class Control:
                 self._training.state_wanted(
                     replace(message, hand_over=message.hand_over and self._draining())
                 )
+            case JobPaused():
+                self._pause(message.paused, now_s)
             case AssignmentRenewed() | Welcome() | HeartbeatAck() | ReachOrder() | Routes():
                 pass  # The shell's business.
             case MicrobatchVoided() | TrainingPaused():
@@ -108,6 +110,13 @@ class Control:
                 self._meeting.told(message, now_s)
             case _:
                 assert_never(message)
+
+    def _pause(self, paused: bool, now_s: float) -> None:
+        """By the owner. Where steps are transactions, the one that has begun is finished, and no other is leased."""
+        if self._stream is not None:
+            self._stream.pause(paused, now_s)
+            # What was asked for before was given back, or not given.
+            self._wishes.forget()
 
     def _said_to_stream(
         self, message: MicrobatchVoided | TrainingPaused | StateWanted, stream: Stream

@@ -189,6 +189,11 @@ class WorkerCore:
         return self.observing.version if self.observing.active else self.training.version
 
     @property
+    def paused(self) -> bool:
+        """By the job's owner, as far as is known here; where steps are transactions, that is not asked."""
+        return self.stream is not None and self.stream.held
+
+    @property
     def draining(self) -> bool:
         return self._leaving is not None
 

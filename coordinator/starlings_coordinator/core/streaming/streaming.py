@@ -101,7 +101,7 @@ class Streaming(Schedule):
         if not (early and isinstance(said.message, ROUTINE) and self.leasing.left):
             return False
         member = core.members.get(said.worker_id)
-        if member is not None and member.session == said.session:
+        if member is not None and member.session == said.session and not core.paused:
             self.leasing.grant_to(member)
         return True
 
@@ -115,10 +115,14 @@ class Streaming(Schedule):
             self._forgive()
         if self._end_if_over():
             return
-        self.leasing.grant()
+        if not core.paused:
+            self.leasing.grant()
         self.copies.go_on()
         self.exchanges.go_on()
         self.contributions.write_down()
+        if core.paused:
+            # Told nothing, workers don't count on more tokens than there are.
+            return
         self.evaluations.go_on()
         if core.phase is Phase.TRAINING:
             self.progress.tell()
@@ -295,6 +299,10 @@ class Streaming(Schedule):
         return leased.samples_acknowledged + sum(
             end - first for block in leased.blocks.values() for first, end in block.remaining
         )
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._core.state.leased.blocks)
 
     @property
     def exchanges_shown(self) -> tuple[StageExchanges, ...]:

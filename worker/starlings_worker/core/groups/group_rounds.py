@@ -48,6 +48,7 @@ class GroupRounds:
         self._emit = emit
         self._say = say
         self._counters = counters
+        self._paused = False
         self.stages: dict[int, StageGroups] = {}
 
     def hold(self, span: Span | None) -> None:
@@ -61,6 +62,16 @@ class GroupRounds:
             )
             for stage in stages
         }
+        for groups in self.stages.values():
+            groups.slots.held = self._paused
+
+    def pause(self, paused: bool, now_s: float) -> None:
+        """No slot begins in a pause; those that are missed are not made up for."""
+        self._paused = paused
+        for stage in self.stages.values():
+            stage.slots.hold(paused, now_s)
+            if not paused:
+                stage.say_ready(now_s)
 
     @property
     def holds_training(self) -> bool:

@@ -60,6 +60,7 @@ class PairRounds:
         self._say = say
         self._counters = counters
         self._timings = timings or PairTimings()
+        self._paused = False
         self.stages: dict[int, StageRounds] = {}
 
     def hold(self, span: Span | None) -> None:
@@ -71,6 +72,16 @@ class PairRounds:
             stage: StageRounds(stage, self._timings, self._push, self._emit, self._say, self._counters)
             for stage in stages
         }
+        for rounds in self.stages.values():
+            rounds.slots.held = self._paused
+
+    def pause(self, paused: bool, now_s: float) -> None:
+        """No slot begins in a pause; those that are missed are not made up for."""
+        self._paused = paused
+        for stage in self.stages.values():
+            stage.slots.hold(paused, now_s)
+            if not paused:
+                stage.say_ready(now_s)
 
     # ------------------------------------------------------------------ the coordinator
 

@@ -36,6 +36,15 @@ class StageSlots:
         self._segments: list[_Segment] = []
         # The newest slot that was taken here; 0 before the first.
         self.taken = 0
+        # The owner has paused the job: no slot is taken.
+        self.held = False
+
+    def hold(self, held: bool, now_s: float) -> None:
+        """When a hold ends, what began meanwhile is over: the next slot is the first that begins after `now_s`."""
+        if self.held and not held:
+            self.held = False
+            self.taken = self.due(now_s) or self.taken
+        self.held = held
 
     @property
     def running(self) -> bool:
@@ -58,6 +67,8 @@ class StageSlots:
 
     def due(self, now_s: float) -> int | None:
         """The newest slot that has begun and was not taken yet."""
+        if self.held:
+            return None
         upper: int | None = None
         for segment in reversed(self._segments):
             if now_s >= segment.begins_at_s:

@@ -168,6 +168,31 @@ class Stream:
             if keys:
                 self._outbox.say(LeasesReturned(keys))
 
+    def pause(self, paused: bool, now_s: float) -> None:
+        """By the owner: what is under way goes on, and nothing more begins here; or that ends."""
+        if paused == self._table.paused:
+            return
+        self._table.paused = paused
+        if self.pairs is not None:
+            self.pairs.pause(paused, now_s)
+        if not paused:
+            # The pause is nobody's pace.
+            self._done_at_s = None
+            self._stepped_at_s.clear()
+        self._give_back()
+
+    @property
+    def held(self) -> bool:
+        """Paused by the owner."""
+        return self._table.paused
+
+    def _give_back(self) -> None:
+        """In a pause, what is leased and not begun, also what was on its way here when it began."""
+        if self._table.paused and self.running and self._outbox.up:
+            keys = self._table.take_back_leases()
+            if keys:
+                self._outbox.say(LeasesReturned(keys))
+
     # ------------------------------------------------------------------ gradients and steps
 
     def _note_steps(self, held: Held) -> None:
@@ -269,6 +294,7 @@ class Stream:
             self.pairs.look_at_time(now_s)
         if not self._outbox.up:
             return
+        self._give_back()
         while self._reported and now_s - self._reported[0][0] > REPORTED_S:
             self._outbox.forget_microbatch(self._reported.popleft()[1])
         if self.running and self.norms and now_s - self._told_at_s >= REPORT_EVERY_S:

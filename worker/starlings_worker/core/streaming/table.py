@@ -41,6 +41,8 @@ class StreamTable(MicrobatchTable):
         self.running = False
         # Begins no more leases: it leaves, and others can.
         self.parting = False
+        # The owner has paused the job: nothing more begins here, whatever is loaded.
+        self.paused = False
         # How many leases to have in store beside those that could begin at once.
         self.stock = 0
         # As many may go by while one is under way, where each stage has one replica: else gradients get too old.
@@ -92,12 +94,18 @@ class StreamTable(MicrobatchTable):
 
     # ------------------------------------------------------------------ leases
 
+    def promote(self, now_s: float) -> None:
+        if self.paused:
+            self.held_back = False
+        else:
+            super().promote(now_s)
+
     def wish(self) -> int:
         """In large numbers, and not for each microbatch that is done."""
         at_once = super().wish()
         if not self.running or self.place is None or self.place.span.first_stage != 0:
             return at_once
-        if self.parting:
+        if self.parting or self.paused:
             return 0
         most = min(self.in_flight.limit + 1 + self.stock, LEASES_AT_MOST)
         if at_once == 0 and len(self.leases) > most // 2:
