@@ -44,6 +44,7 @@ PURE = (
     "protos/starlings_protos/pair_messages.py",
     "protos/starlings_protos/stream_messages.py",
     "protos/starlings_protos/reach_messages.py",
+    "protos/starlings_protos/advice_messages.py",
     "protos/starlings_protos/pacing.py",
     "protos/starlings_protos/relay/core.py",
     "protos/starlings_protos/relay/frames.py",

@@ -67,6 +67,9 @@ class OwnerClient:
     async def why(self, worker: str) -> control_pb2.WhyReply:
         return await self._ask(self._stub.Why, control_pb2.WhyRequest(worker=worker))
 
+    async def advise(self) -> control_pb2.AdviceGiven:
+        return await self._ask(self._stub.Advise, control_pb2.AdviceWanted())
+
     async def pause(self, reason: str) -> control_pb2.CommandReply:
         return await self._ask(self._stub.Pause, control_pb2.PauseRequest(reason=reason))
 

@@ -196,7 +196,15 @@ class Coordinator:
             self.bulletin = Bulletin(core, clock, job.spec.bus, own, self._heard_of_bus)
         detokenise = detokeniser(job.records.meta.tokenizer, options.directory)
         self.owner = OwnerDesk(
-            core, self.loop, authority, clock, job.records, detokenise, self.bulletin, self.reach.book
+            core,
+            self.loop,
+            authority,
+            clock,
+            job.records,
+            detokenise,
+            self.bulletin,
+            self.reach.book,
+            planner.advise,
         )
         self.control = make_server(CONTROL, [RoleGuard(CONTROL_POLICY, authority.refuse)])
         service = ControlService(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
 from starlings_coordinator.bus.bulletin import Bulletin
 from starlings_coordinator.clock import Clock
+from starlings_coordinator.core.advising import advice_request, worth_words
 from starlings_coordinator.core.core import Core
 from starlings_coordinator.core.effects import Answer
 from starlings_coordinator.core.events import (
@@ -29,6 +31,7 @@ from starlings_coordinator.leases import PROMPT_TOKENS, Records
 from starlings_coordinator.loop import CoreLoop
 from starlings_coordinator.reach.book import ReachBook
 from starlings_protos import control_pb2
+from starlings_protos.advice_messages import Advice, AdviceReply, AdviceRequest
 from starlings_protos.convert import to_proto
 from starlings_protos.errors import RefusedError, clean_text
 from starlings_protos.messages import Refusal, WorkerId
@@ -80,6 +83,7 @@ class OwnerDesk:
         detokenise: Detokenise,
         bulletin: Bulletin | None = None,
         reach: ReachBook | None = None,
+        planner: Callable[[AdviceRequest], Awaitable[AdviceReply]] | None = None,
     ) -> None:
         self._core = core
         self._loop = loop
@@ -89,6 +93,7 @@ class OwnerDesk:
         self._detokenise = detokenise
         self._bulletin = bulletin
         self._reach = reach
+        self._planner = planner
         self._sample: tuple[object, str] = (None, "")
         self._watchers = 0
         self._built: StatusReply | None = None
@@ -267,9 +272,38 @@ class OwnerDesk:
         return reply
 
     async def why(self, request: control_pb2.WhyRequest) -> control_pb2.WhyReply:
-        found = why(self._core, self._worker(request.worker), self._clock.now())
+        worker_id = self._worker(request.worker)
+        found = why(self._core, worker_id, self._clock.now())
+        with contextlib.suppress(
+            RefusedError
+        ):  # what it is worth is not worth waiting for a planner that is busy
+            advice = await self._advice(worker_id)
+            tokens = self._microbatch_tokens
+            because = tuple(worth_words(one, worker_id, tokens) for one in advice)
+            found = replace(found, because=found.because + because)
         reply = control_pb2.WhyReply()
         to_proto(found, reply)
+        return reply
+
+    @property
+    def _microbatch_tokens(self) -> int:
+        job = self._core.config.job
+        return job.train.microbatch * job.tokens_per_sample
+
+    async def _advice(self, about: WorkerId | None = None) -> tuple[Advice, ...]:
+        """Raises RefusedError: NOT_NOW: there is no plan to amend; BUSY: the planner is."""
+        request = advice_request(self._core, about)
+        if isinstance(request, str) or self._planner is None:
+            raise RefusedError(Refusal.NOT_NOW, str(request))
+        answer = await self._planner(request)
+        if answer.failure:
+            raise RefusedError(Refusal.BUSY, f"There is no advice: {answer.failure}.")
+        return answer.advice
+
+    async def advise(self, request: control_pb2.AdviceWanted) -> control_pb2.AdviceGiven:
+        reply = control_pb2.AdviceGiven(microbatch_tokens=self._microbatch_tokens)
+        for advice in await self._advice():
+            to_proto(advice, reply.advice.add())
         return reply
 
     async def create_invite(self, request: control_pb2.CreateInviteRequest) -> control_pb2.Invite:

@@ -196,6 +196,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Why(self, request: control_pb2.WhyRequest, context: Context) -> control_pb2.WhyReply:
         return await _answered(self._owner.why(request), context)
 
+    async def Advise(self, request: control_pb2.AdviceWanted, context: Context) -> control_pb2.AdviceGiven:
+        return await _answered(self._owner.advise(request), context)
+
     async def Pause(self, request: control_pb2.PauseRequest, context: Context) -> control_pb2.CommandReply:
         return await _answered(self._owner.pause(request), context)
 

@@ -308,6 +308,95 @@ class Peer(_message.Message):
 Global___Peer: _TypeAlias = Peer  # noqa: Y015
 
 @_typing.final
+class Advice(_message.Message):
+    """One amendment of a plan that stands, and whether it is worth it. Rates in microbatches per second of the whole swarm."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    RATE_NOW_FIELD_NUMBER: _builtins.int
+    RATE_MEANWHILE_FIELD_NUMBER: _builtins.int
+    RATE_THEN_FIELD_NUMBER: _builtins.int
+    MIGRATION_BYTES_FIELD_NUMBER: _builtins.int
+    MIGRATION_S_FIELD_NUMBER: _builtins.int
+    WORTHWHILE_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    RATE_BEFORE_FIELD_NUMBER: _builtins.int
+    question: _builtins.str
+    """What it is an answer to, in words."""
+    rate_now: _builtins.float
+    """As things are."""
+    rate_meanwhile: _builtins.float
+    """While state is on its way."""
+    rate_then: _builtins.float
+    """With the moves made."""
+    migration_bytes: _builtins.float
+    """To be copied."""
+    migration_s: _builtins.float
+    """Until the last copy is there."""
+    worthwhile: _builtins.bool
+    """Whether the gain rule allows it."""
+    verdict: _builtins.str
+    """The rule's reason, in words."""
+    rate_before: _builtins.float
+    """Of the plan that stands, before what the question is about."""
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdvisedMove]:
+        """Empty: nobody should move."""
+
+    def __init__(
+        self,
+        *,
+        question: _builtins.str = ...,
+        moves: _abc.Iterable[Global___AdvisedMove] | None = ...,
+        rate_now: _builtins.float = ...,
+        rate_meanwhile: _builtins.float = ...,
+        rate_then: _builtins.float = ...,
+        migration_bytes: _builtins.float = ...,
+        migration_s: _builtins.float = ...,
+        worthwhile: _builtins.bool = ...,
+        verdict: _builtins.str = ...,
+        rate_before: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["migration_bytes", b"migration_bytes", "migration_s", b"migration_s", "moves", b"moves", "question", b"question", "rate_before", b"rate_before", "rate_meanwhile", b"rate_meanwhile", "rate_now", b"rate_now", "rate_then", b"rate_then", "verdict", b"verdict", "worthwhile", b"worthwhile"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Advice: _TypeAlias = Advice  # noqa: Y015
+
+@_typing.final
+class AdvisedMove(_message.Message):
+    """A worker's span before and after; absent where it holds nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    @_builtins.property
+    def before(self) -> Global___Span: ...
+    @_builtins.property
+    def after(self) -> Global___Span: ...
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        before: Global___Span | None = ...,
+        after: Global___Span | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdvisedMove: _TypeAlias = AdvisedMove  # noqa: Y015
+
+@_typing.final
 class GossipPeer(_message.Message):
     """A member of a group that exchanges in a round."""
 

@@ -3542,6 +3542,49 @@ class Because(_message.Message):
 Global___Because: _TypeAlias = Because  # noqa: Y015
 
 @_typing.final
+class AdviceWanted(_message.Message):
+    """Asks what the planner would amend."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdviceWanted: _TypeAlias = AdviceWanted  # noqa: Y015
+
+@_typing.final
+class AdviceGiven(_message.Message):
+    """What it would; first about the plan as it is, then about those who are slower, want to leave, or stand by."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADVICE_FIELD_NUMBER: _builtins.int
+    MICROBATCH_TOKENS_FIELD_NUMBER: _builtins.int
+    microbatch_tokens: _builtins.int
+    """Tokens of a microbatch: what rates are multiplied with to be tokens per second."""
+    @_builtins.property
+    def advice(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Advice]: ...
+    def __init__(
+        self,
+        *,
+        advice: _abc.Iterable[_common_pb2.Advice] | None = ...,
+        microbatch_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "microbatch_tokens", b"microbatch_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdviceGiven: _TypeAlias = AdviceGiven  # noqa: Y015
+
+@_typing.final
 class PauseRequest(_message.Message):
     """Pauses the job."""
 

@@ -181,6 +181,11 @@ class ControlStub(object):
                 request_serializer=starlings__protos_dot_control__pb2.WhyRequest.SerializeToString,
                 response_deserializer=starlings__protos_dot_control__pb2.WhyReply.FromString,
                 _registered_method=True)
+        self.Advise = channel.unary_unary(
+                '/starlings.v1.Control/Advise',
+                request_serializer=starlings__protos_dot_control__pb2.AdviceWanted.SerializeToString,
+                response_deserializer=starlings__protos_dot_control__pb2.AdviceGiven.FromString,
+                _registered_method=True)
         self.Pause = channel.unary_unary(
                 '/starlings.v1.Control/Pause',
                 request_serializer=starlings__protos_dot_control__pb2.PauseRequest.SerializeToString,
@@ -247,6 +252,13 @@ class ControlServicer(object):
 
     def Why(self, request, context):
         """Why a worker does what it does, in words. Roles: owner, observer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Advise(self, request, context):
+        """What the planner would amend now, and whether that would be worth it. Nothing is changed. Role: owner.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -321,6 +333,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Why,
                     request_deserializer=starlings__protos_dot_control__pb2.WhyRequest.FromString,
                     response_serializer=starlings__protos_dot_control__pb2.WhyReply.SerializeToString,
+            ),
+            'Advise': grpc.unary_unary_rpc_method_handler(
+                    servicer.Advise,
+                    request_deserializer=starlings__protos_dot_control__pb2.AdviceWanted.FromString,
+                    response_serializer=starlings__protos_dot_control__pb2.AdviceGiven.SerializeToString,
             ),
             'Pause': grpc.unary_unary_rpc_method_handler(
                     servicer.Pause,
@@ -489,6 +506,33 @@ class Control(object):
             '/starlings.v1.Control/Why',
             starlings__protos_dot_control__pb2.WhyRequest.SerializeToString,
             starlings__protos_dot_control__pb2.WhyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Advise(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/starlings.v1.Control/Advise',
+            starlings__protos_dot_control__pb2.AdviceWanted.SerializeToString,
+            starlings__protos_dot_control__pb2.AdviceGiven.FromString,
             options,
             channel_credentials,
             insecure,

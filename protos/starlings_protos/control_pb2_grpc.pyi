@@ -92,6 +92,8 @@ class ControlStub:
     """Ends the job in order: average, evaluation, checkpoint. Role: owner."""
     Why: _grpc.UnaryUnaryMultiCallable[_control_pb2.WhyRequest, _control_pb2.WhyReply]
     """Why a worker does what it does, in words. Roles: owner, observer."""
+    Advise: _grpc.UnaryUnaryMultiCallable[_control_pb2.AdviceWanted, _control_pb2.AdviceGiven]
+    """What the planner would amend now, and whether that would be worth it. Nothing is changed. Role: owner."""
     Pause: _grpc.UnaryUnaryMultiCallable[_control_pb2.PauseRequest, _control_pb2.CommandReply]
     """Nobody begins anything more until Resume; everybody keeps what they have. Role: owner."""
     Resume: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.CommandReply]
@@ -120,6 +122,8 @@ class ControlAsyncStub(ControlStub):
     """Ends the job in order: average, evaluation, checkpoint. Role: owner."""
     Why: _aio.UnaryUnaryMultiCallable[_control_pb2.WhyRequest, _control_pb2.WhyReply]  # type: ignore[assignment]
     """Why a worker does what it does, in words. Roles: owner, observer."""
+    Advise: _aio.UnaryUnaryMultiCallable[_control_pb2.AdviceWanted, _control_pb2.AdviceGiven]  # type: ignore[assignment]
+    """What the planner would amend now, and whether that would be worth it. Nothing is changed. Role: owner."""
     Pause: _aio.UnaryUnaryMultiCallable[_control_pb2.PauseRequest, _control_pb2.CommandReply]  # type: ignore[assignment]
     """Nobody begins anything more until Resume; everybody keeps what they have. Role: owner."""
     Resume: _aio.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.CommandReply]  # type: ignore[assignment]
@@ -175,6 +179,14 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.WhyReply, _abc.Awaitable[_control_pb2.WhyReply]]:
         """Why a worker does what it does, in words. Roles: owner, observer."""
+
+    @_abc_1.abstractmethod
+    def Advise(
+        self,
+        request: _control_pb2.AdviceWanted,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.AdviceGiven, _abc.Awaitable[_control_pb2.AdviceGiven]]:
+        """What the planner would amend now, and whether that would be worth it. Nothing is changed. Role: owner."""
 
     @_abc_1.abstractmethod
     def Pause(

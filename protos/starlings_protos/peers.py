@@ -25,6 +25,7 @@ CONTROL_POLICY: Policy = {
     "/starlings.v1.Control/Status": frozenset({Role.OWNER, Role.OBSERVER}),
     "/starlings.v1.Control/Watch": frozenset({Role.OWNER, Role.OBSERVER}),
     "/starlings.v1.Control/Why": frozenset({Role.OWNER, Role.OBSERVER}),
+    "/starlings.v1.Control/Advise": frozenset({Role.OWNER}),
     "/starlings.v1.Control/Stop": frozenset({Role.OWNER}),
     "/starlings.v1.Control/Pause": frozenset({Role.OWNER}),
     "/starlings.v1.Control/Resume": frozenset({Role.OWNER}),

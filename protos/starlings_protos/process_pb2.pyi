@@ -628,16 +628,20 @@ class ToPlanner(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PLAN_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def plan(self) -> Global___PlanRequest: ...
+    @_builtins.property
+    def advice(self) -> Global___AdviceRequest: ...
     def __init__(
         self,
         *,
         plan: Global___PlanRequest | None = ...,
+        advice: Global___AdviceRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "plan", b"plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -812,20 +816,114 @@ class FromPlanner(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PLAN_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def plan(self) -> Global___PlanReply: ...
+    @_builtins.property
+    def advice(self) -> Global___AdviceReply: ...
     def __init__(
         self,
         *,
         plan: Global___PlanReply | None = ...,
+        advice: Global___AdviceReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "plan", b"plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FromPlanner: _TypeAlias = FromPlanner  # noqa: Y015
+
+@_typing.final
+class AdviceRequest(_message.Message):
+    """What should become of a plan that stands? Nothing follows from the answer by itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
+    COPIED_BYTES_FIELD_NUMBER: _builtins.int
+    REMAINING_S_FIELD_NUMBER: _builtins.int
+    SLOWED_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    ABOUT_FIELD_NUMBER: _builtins.int
+    codec: _builtins.str
+    """What boundaries travel in."""
+    remaining_s: _builtins.float
+    """Expected until the job ends, seconds."""
+    about: _builtins.str
+    """A worker about which more is said: what the swarm would lose without it, or gain with it. Empty: none."""
+    @_builtins.property
+    def plan(self) -> Global___PlanRequest:
+        """The plan: its cut, and its holders with what they hold, as they were measured."""
+
+    @_builtins.property
+    def copied_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Bytes of a replica of each stage as a newcomer copies it."""
+
+    @_builtins.property
+    def slowed(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanWorker]:
+        """Holders that are slower now, as they are now."""
+
+    @_builtins.property
+    def idle(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanWorker]:
+        """Workers that hold nothing, and could."""
+
+    @_builtins.property
+    def leaving(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Holders that want to leave."""
+
+    def __init__(
+        self,
+        *,
+        plan: Global___PlanRequest | None = ...,
+        codec: _builtins.str = ...,
+        copied_bytes: _abc.Iterable[_builtins.float] | None = ...,
+        remaining_s: _builtins.float = ...,
+        slowed: _abc.Iterable[Global___PlanWorker] | None = ...,
+        idle: _abc.Iterable[Global___PlanWorker] | None = ...,
+        leaving: _abc.Iterable[_builtins.str] | None = ...,
+        about: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "codec", b"codec", "copied_bytes", b"copied_bytes", "idle", b"idle", "leaving", b"leaving", "plan", b"plan", "remaining_s", b"remaining_s", "slowed", b"slowed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdviceRequest: _TypeAlias = AdviceRequest  # noqa: Y015
+
+@_typing.final
+class AdviceReply(_message.Message):
+    """As far as it could be worked out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    """Of the request's plan."""
+    failure: _builtins.str
+    """Why there is no answer, in words."""
+    @_builtins.property
+    def advice(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Advice]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int = ...,
+        advice: _abc.Iterable[_common_pb2.Advice] | None = ...,
+        failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "failure", b"failure", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdviceReply: _TypeAlias = AdviceReply  # noqa: Y015
 
 @_typing.final
 class PlanReply(_message.Message):

@@ -258,6 +258,7 @@ def test_usage_errors_are_code_two(tmp_path: Path) -> None:
         "pause",
         "resume",
         "evict",
+        "rebalance",
         "invite create",
         "invite list",
         "invite revoke",

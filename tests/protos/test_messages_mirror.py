@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from starlings_protos import (
+    advice_messages,
     common_pb2,
     control_pb2,
     convert,
@@ -45,6 +46,7 @@ RECORDS: dict[str, type] = {
         | vars(status)
         | vars(telemetry)
         | vars(reach_messages)
+        | vars(advice_messages)
         | vars(relay_frames)
     ).items()
     if isinstance(value, type) and dataclasses.is_dataclass(value)

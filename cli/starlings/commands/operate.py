@@ -1,4 +1,4 @@
-"""`starlings workers`, `why`, `pause`, `resume`, `evict`: the owner's hand on a job that runs."""
+"""`starlings workers`, `why`, `pause`, `resume`, `evict`, `rebalance`: the owner's hand on a job that runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlings.commands.options import JobOption, JsonOption
 from starlings.commands.owner import ask, parse_lifetime
 from starlings.failures import CommandError, ExitCode, guarded
 from starlings.output import as_dict, console, emit, say
-from starlings.views.workers import why_view, worker_records, workers_view
+from starlings.views.workers import advice_view, why_view, worker_records, workers_view
 from starlings_protos import control_pb2
 
 WorkerArgument = Annotated[
@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
     app.command()(pause)
     app.command()(resume)
     app.command()(evict)
+    app.command()(rebalance)
 
 
 @guarded
@@ -124,6 +125,34 @@ def evict(
     if not worker.strip():
         raise CommandError("Which worker? `starlings workers` lists them.", ExitCode.USAGE)
     _done(ask(job, lambda client: client.evict(worker, for_s, reason, force=force)), json_output)
+
+
+@guarded
+def rebalance(
+    job: JobOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what the planner would amend; the only way so far.")
+    ] = False,
+    json_output: JsonOption = False,
+) -> None:
+    """What the planner would amend now: who would move where, what that gains and costs, and why (not).
+
+    Each question is priced by the dual prices of the plan that stands: the plan as it is, holders that are slower than
+    they were measured or want to leave, workers that stand by. Moves are worth it when they gain more than 1.5 times
+    what moving costs in the time that is left, and holders move for 5 % or more only.
+
+    Example:  starlings rebalance --dry-run
+    """
+    if not dry_run:
+        raise CommandError(
+            "The coordinator moves workers by itself. `starlings rebalance --dry-run` says what it would amend.",
+            ExitCode.USAGE,
+        )
+    reply = ask(job, lambda client: client.advise())
+    if json_output:
+        emit(as_dict(reply))
+    else:
+        console().print(advice_view(reply))
 
 
 def _done(reply: control_pb2.CommandReply, json_output: bool) -> None:

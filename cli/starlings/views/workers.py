@@ -1,4 +1,4 @@
-"""`starlings workers` and `starlings why`: everybody in one table, and one of them in words."""
+"""`starlings workers`, `why` and `rebalance --dry-run`: everybody in a table, one in words, who should move."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from starlings.output import as_dict
 from starlings.views.figures import duration, size
 from starlings.views.status import span_text, state_text
-from starlings_protos import control_pb2
+from starlings_protos import common_pb2, control_pb2
 from starlings_protos.errors import clean_text
 
 # Titles of what `why` says.
@@ -105,6 +105,39 @@ def worker_records(reply: control_pb2.StatusReply) -> list[dict[str, Any]]:
         )
         found.append(record)
     return found
+
+
+def advice_view(reply: control_pb2.AdviceGiven) -> RenderableType:
+    """One paragraph per question that was priced."""
+    parts: list[RenderableType] = []
+    for advice in reply.advice:
+        now, then = (rate * reply.microbatch_tokens for rate in (advice.rate_now, advice.rate_then))
+        lines = Text.assemble((clean_text(advice.question, 200), "bold"))
+        lines.append(f"\n  about {now:,.0f} tokens/s as things are", style="dim")
+        for move in advice.moves:
+            lines.append(f"\n  {_move_words(move)}")
+        if advice.moves:
+            part = f" ({then / now - 1:+.1%})" if now > 0 else ""
+            lines.append(f"\n  then about {then:,.0f} tokens/s{part}; ")
+            lines.append(f"{size(advice.migration_bytes)} to copy in {advice.migration_s:,.1f} s")
+        style = "green" if advice.worthwhile else "yellow"
+        lines.append(f"\n  {clean_text(advice.verdict, 300)}", style=style)
+        parts.append(lines)
+    return Group(*parts) if parts else Text("Nothing to say of a plan that does not stand.", style="dim")
+
+
+def _move_words(move: common_pb2.AdvisedMove) -> str:
+    who = clean_text(move.worker_id, 20)
+    before = _stages(move.before) if move.HasField("before") else ""
+    after = _stages(move.after) if move.HasField("after") else ""
+    if not before:
+        return f"{who} takes {after}"
+    return f"{who} moves from {before} to {after}" if after else f"{who} gives up {before}"
+
+
+def _stages(span: common_pb2.Span) -> str:
+    one = span.first_stage == span.last_stage
+    return f"stage {span.first_stage}" if one else f"stages {span.first_stage}-{span.last_stage}"
 
 
 def why_view(worker: control_pb2.WorkerStatus | None, reply: control_pb2.WhyReply) -> RenderableType:

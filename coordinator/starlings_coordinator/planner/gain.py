@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import assert_never
 
 from starlings_protos.messages import Span, WorkerId
 
@@ -61,6 +62,26 @@ class TooCostly:
 
 
 Verdict = Worthwhile | LastReplica | TooLittle | TooCostly
+
+
+def verdict_words(verdict: Verdict) -> str:
+    """The rule's reason, for people."""
+    match verdict:
+        case Worthwhile(gained, cost):
+            return f"worth it: {gained:,.0f} more microbatches until then, for {cost:,.0f} that moving costs"
+        case LastReplica(stage):
+            return f"not possible: stage {stage} would have no holder"
+        case TooLittle(part) if part <= 0:
+            return "not worth it: the swarm would not become faster"
+        case TooLittle(part):
+            return f"not worth it: {part:.1%} faster, and holders move for {GAIN_LEAST:.0%} or more only"
+        case TooCostly(gained, cost):
+            return (
+                f"not worth it: {gained:,.0f} more microbatches until then, less than {GAIN_OVER_COST:g} times the "
+                f"{cost:,.0f} that moving costs"
+            )
+        case _:
+            assert_never(verdict)
 
 
 def judge(amendment: Amendment, holders: dict[WorkerId, Span], remaining_s: float) -> Verdict:
