@@ -1042,19 +1042,25 @@ class EngineDown(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     RESTARTING_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """For people: exit status, signal, what the kernel said."""
     restarting: _builtins.bool
     """True when the supervisor will start it again."""
+    @_builtins.property
+    def at(self) -> _common_pb2.MicrobatchKey:
+        """The training microbatch that the device was at then; absent when it was at none, or nobody knows."""
+
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         restarting: _builtins.bool = ...,
+        at: _common_pb2.MicrobatchKey | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "restarting", b"restarting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "reason", b"reason", "restarting", b"restarting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2831,6 +2837,7 @@ class StatusReply(_message.Message):
     EXCHANGES_FIELD_NUMBER: _builtins.int
     EVALUATIONS_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
+    QUARANTINED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """The job's name."""
     phase: _builtins.str
@@ -2912,6 +2919,10 @@ class StatusReply(_message.Message):
     def pause(self) -> Global___Pause:
         """Absent unless the owner has paused the job."""
 
+    @_builtins.property
+    def quarantined(self) -> _containers.RepeatedCompositeFieldContainer[Global___Quarantined]:
+        """Microbatches whose samples are never leased again, oldest first."""
+
     def __init__(
         self,
         *,
@@ -2948,14 +2959,53 @@ class StatusReply(_message.Message):
         exchanges: _abc.Iterable[Global___StageExchanges] | None = ...,
         evaluations: _abc.Iterable[Global___LiveEvaluation] | None = ...,
         pause: Global___Pause | None = ...,
+        quarantined: _abc.Iterable[Global___Quarantined] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus", "pause", b"pause"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus", "checkpoint", b"checkpoint", "checkpoint_trouble", b"checkpoint_trouble", "dropped_messages", b"dropped_messages", "elapsed_s", b"elapsed_s", "evaluations", b"evaluations", "events", b"events", "exchanges", b"exchanges", "failure", b"failure", "has_validation_loss", b"has_validation_loss", "job", b"job", "loss", b"loss", "loss_curve", b"loss_curve", "pause", b"pause", "phase", b"phase", "plan_version", b"plan_version", "sample_text", b"sample_text", "samples_leased", b"samples_leased", "samples_lost", b"samples_lost", "samples_repeated", b"samples_repeated", "samples_trained", b"samples_trained", "samples_unmerged", b"samples_unmerged", "stages", b"stages", "step", b"step", "step_microbatches", b"step_microbatches", "step_microbatches_done", b"step_microbatches_done", "steps_total", b"steps_total", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "validation_loss", b"validation_loss", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bus", b"bus", "checkpoint", b"checkpoint", "checkpoint_trouble", b"checkpoint_trouble", "dropped_messages", b"dropped_messages", "elapsed_s", b"elapsed_s", "evaluations", b"evaluations", "events", b"events", "exchanges", b"exchanges", "failure", b"failure", "has_validation_loss", b"has_validation_loss", "job", b"job", "loss", b"loss", "loss_curve", b"loss_curve", "pause", b"pause", "phase", b"phase", "plan_version", b"plan_version", "quarantined", b"quarantined", "sample_text", b"sample_text", "samples_leased", b"samples_leased", "samples_lost", b"samples_lost", "samples_repeated", b"samples_repeated", "samples_trained", b"samples_trained", "samples_unmerged", b"samples_unmerged", "stages", b"stages", "step", b"step", "step_microbatches", b"step_microbatches", "step_microbatches_done", b"step_microbatches_done", "steps_total", b"steps_total", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "validation_loss", b"validation_loss", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class Quarantined(_message.Message):
+    """A microbatch that failed whoever tried it; others stand in for its samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    AT_S_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Of the last failure."""
+    at_s: _builtins.float
+    """Seconds since the job began to train."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids."""
+
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of those at which it failed."""
+
+    def __init__(
+        self,
+        *,
+        samples: _abc.Iterable[_builtins.int] | None = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+        reason: _builtins.str = ...,
+        at_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "reason", b"reason", "samples", b"samples", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quarantined: _TypeAlias = Quarantined  # noqa: Y015
 
 @_typing.final
 class Pause(_message.Message):

@@ -168,6 +168,7 @@ class StateReport:
 class EngineDown:
     reason: str
     restarting: bool
+    at: MicrobatchKey | None = None
 
 
 @dataclass(frozen=True, slots=True)

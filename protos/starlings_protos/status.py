@@ -108,6 +108,14 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
+class Quarantined:
+    samples: tuple[int, ...]
+    workers: tuple[WorkerId, ...]
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Because:
     topic: str
     text: str
@@ -160,6 +168,7 @@ class StatusReply:
     exchanges: tuple[StageExchanges, ...] = ()
     evaluations: tuple[LiveEvaluation, ...] = ()
     pause: Pause | None = None
+    quarantined: tuple[Quarantined, ...] = ()
     # The shell decodes it from the generated tokens: the pure core leaves it empty.
     sample_text: str = ""
     # The shell's as well.

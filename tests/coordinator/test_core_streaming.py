@@ -229,27 +229,6 @@ def test_a_failed_microbatch_is_voided_everywhere_and_leased_again() -> None:
     assert any(other.samples == lease.samples for other in world.fakes[WorkerId("wa")].leases)
 
 
-def test_samples_that_fail_everywhere_end_the_job() -> None:
-    world = lazy_world(spans={"wa": (0, 2)})
-    wa = world.fakes[WorkerId("wa")]
-    samples = wa.leases[0].samples
-    for _ in range(3):
-        world.core.members[WorkerId("wa")].strikes = 0
-        lease = next(lease for lease in wa.leases if lease.samples == samples)
-        wa.leases.remove(lease)
-        world.say(wa, MicrobatchFailed(lease.key, "the loss is nan"))
-        world.settle()
-        if world.ended is not None:
-            break
-        world.train("wa", len(wa.leases))
-        world.tick(1.1)
-        world.say(wa, LeaseRequest(8))
-        world.settle()
-    assert world.ended is not None
-    assert world.ended.exit_code == 1
-    assert "fail wherever they are tried: the loss is nan" in world.ended.reason
-
-
 def test_nonsense_is_refused_and_costs_its_sender_its_place() -> None:
     world = lazy_world(spans={"wa": (0, 2), "wb": (0, 2)})
     wa = world.fakes[WorkerId("wa")]

@@ -24,6 +24,7 @@ from starlings_protos.messages import LeaseKind, MicrobatchKey, WorkerId
 from starlings_protos.state_transfer import ServedBlock
 from starlings_worker import wire
 from starlings_worker.ahead import Ahead
+from starlings_worker.black_box import FILE, BlackBox
 from starlings_worker.boundary import BoundaryCodecs
 from starlings_worker.core.effects import (
     AdoptState,
@@ -142,6 +143,7 @@ class Computer:
         self._runner: Runner | None = None
         self._ahead: Ahead | None = None
         self._cache = cache
+        self._black_box = BlackBox(cache.with_name(FILE) if cache is not None else None)
         self.left_behind: LeftBehind | None = None
 
     # ---------------------------------------------------------------- the span
@@ -296,7 +298,8 @@ class Computer:
     def _computing(self, key: MicrobatchKey, compute: Callable[[], Event]) -> Event:
         """Whatever a microbatch raises is that microbatch's failure, not the engine's."""
         try:
-            return compute()
+            with self._black_box.at(key):
+                return compute()
         except torch.OutOfMemoryError as error:
             self.device.free_cache()
             return ComputeFailed(key, f"out of memory: {str(error).splitlines()[0]}")

@@ -329,7 +329,7 @@ class DeviceWorker:
     def _engine_crashed(self, end: EngineEnd, restarting: bool) -> None:
         text = last_line(end.reason)
         self._narrator.tell("engine_down", text, {"restarting": restarting})
-        down = EngineDown(text, restarting)
+        down = EngineDown(text, restarting, end.at)
         self._bus.reported(control_pb2.ToCoordinator(engine_down=control_pb2.EngineDown(reason=text)))
         # The Welcome was the ended engine's; the answer to EngineDown brings the next.
         self._welcome = None

@@ -15,6 +15,7 @@ from typing import BinaryIO
 import psutil
 
 from starlings_protos import control_pb2, pipes, process_pb2
+from starlings_protos.messages import MicrobatchKey
 from starlings_worker.child_process import start_child
 from starlings_worker.errors import ExitCode
 from starlings_worker.platform import memory_kills
@@ -45,6 +46,8 @@ class EngineEnd:
     restart_may_cure: bool
     # What it left on the disk for others to fetch.
     handed_over: process_pb2.HandedOver | None = None
+    # The training microbatch that its device was at.
+    at: MicrobatchKey | None = None
 
 
 class EngineChild:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from starlings_protos import process_pb2
 from starlings_protos.identity import Identity
+from starlings_worker import black_box
 from starlings_worker.device_classes import DeviceClass
 from starlings_worker.engine_child import EngineChild, EngineEnd
 from starlings_worker.options import WorkerOptions
@@ -114,6 +115,7 @@ class EngineKeeper:
         while True:
             began = time.monotonic()
             end = await self._one_engine()
+            end = replace(end, at=black_box.take(self._log_path.with_name(black_box.FILE)))
             if end.finished or not wanted():
                 return end
             if time.monotonic() - began > HEALTHY_AFTER_S:

@@ -196,12 +196,24 @@ def header(
         lines.append(evaluated)
     if reply.waiting_for:
         lines.append(Text(reply.waiting_for, style="yellow"))
+    if reply.quarantined:
+        lines.append(quarantine_line(reply.quarantined))
     if reply.checkpoint_trouble:
         lines.append(Text(f"no checkpoints: {reply.checkpoint_trouble}", style="yellow"))
     lines.append(bus_line(reply.bus if reply.HasField("bus") else None))
     if reply.failure:
         lines.append(Text(reply.failure, style="bold red"))
     return Group(*lines)
+
+
+def quarantine_line(quarantined: Sequence[control_pb2.Quarantined]) -> Text:
+    """How many samples are out of training, and the newest of them with the reason."""
+    count_of_all, last = sum(len(q.samples) for q in quarantined), quarantined[-1]
+    ids = ", ".join(map(str, last.samples[:8])) + (" ..." if len(last.samples) > 8 else "")
+    return Text(
+        f"{count_of_all} samples are quarantined, {ids} the last: {clean_text(last.reason, 120)}",
+        style="yellow",
+    )
 
 
 def bus_line(bus: control_pb2.BusHealth | None) -> Text:

@@ -47,6 +47,7 @@ from starlings_coordinator.core.membership import Membership
 from starlings_coordinator.core.operating import Operating
 from starlings_coordinator.core.phase import Phase
 from starlings_coordinator.core.planning import Planning
+from starlings_coordinator.core.quarantine import Quarantine
 from starlings_coordinator.core.rates import Rates
 from starlings_coordinator.core.records import JobFinished, Record, StopRecorded
 from starlings_coordinator.core.schedule import Schedule
@@ -109,6 +110,7 @@ class Core:
         self.membership = Membership(self)
         self.watch = Watch(self)
         self.operating = Operating(self)
+        self.quarantine = Quarantine(self)
         self.planning = Planning(self)
         self.schedule: Schedule
         self.joining: Joining

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from starlings_coordinator.core.effects import CloseSession, Send
+from starlings_coordinator.core.failures import PATIENCE, Failures
 from starlings_coordinator.core.liveness import SUSPECT_FROM, SilenceDetector, SlowestBeat
 from starlings_coordinator.core.members import Member, MemberState, Suspicion
 from starlings_coordinator.core.phase import Phase
@@ -64,8 +65,8 @@ class Membership:
         # Worked out once: a thousand workers get them.
         self._job = (core.config.job.to_json(), core.config.job.digest())
         self._profile_json = core.config.profile.to_json()
-        # Dismissed workers: how often, and until when no plan counts on them. Soft: a restart forgives.
-        self._set_aside: dict[WorkerId, tuple[int, float, str]] = {}
+        timings = core.config.timings
+        self.failures = Failures(timings.set_aside_s, timings.set_aside_most_s)
         # Why those who are not here any more went, for people; the oldest first.
         self.partings: dict[WorkerId, str] = {}
         self._slowest = SlowestBeat(core.config.timings.heartbeat_told_s)
@@ -98,6 +99,7 @@ class Membership:
             self._resumed(old, session, hello)
             return
         if old is not None:
+            self._failed(old, "it was started again")
             self.lose(old, "it was started again", announce=False)
         life = core.state.lives.get(worker_id)
         member = self._member(hello, session)
@@ -228,6 +230,10 @@ class Membership:
         core.desk.record(WorkerAdmitted(member.worker_id, incarnation, member.hello.device, member.hello))
         member.incarnation = incarnation
         member.state, member.reason = MemberState.JOINING, "waits for its turn to be measured"
+        pause = self.failures.pause(member.worker_id, core.now.monotonic_s)
+        if pause is not None and self.failures.count(member.worker_id, core.now.monotonic_s) >= PATIENCE:
+            # Its engine may die of being measured.
+            member.set_aside_until_s, member.reason = pause.until_s, pause.words
         self._to_be_measured(member)
         member.probe, member.ready, member.probe_started_at_s = None, None, None
         member.wish = 0
@@ -255,7 +261,8 @@ class Membership:
 
     @property
     def is_measuring(self) -> bool:
-        return any(m.here for host in tuple(self._unmeasured) for m in self._to_measure(host))
+        unmeasured = (m for host in tuple(self._unmeasured) for m in self._to_measure(host))
+        return any(m.here and m.set_aside_until_s is None for m in unmeasured)
 
     def _to_be_measured(self, member: Member) -> None:
         self._unmeasured.setdefault(member.host, set()).add(member.worker_id)
@@ -273,7 +280,7 @@ class Membership:
     def _probe_next(self, host: str) -> None:
         """One probe per host at a time: workers of one machine would measure each other."""
         core = self._core
-        here = [m for m in self._to_measure(host) if m.here]
+        here = [m for m in self._to_measure(host) if m.here and m.set_aside_until_s is None]
         if any(m.state is MemberState.PROBING for m in here):
             return
         for member in here[:1]:
@@ -303,11 +310,10 @@ class Membership:
         self._probe_next(member.host)
 
     def _reason_to_stand_by(self, member: Member) -> str:
-        _, until_s, why = self._set_aside.get(member.worker_id, (0, 0.0, ""))
-        wait_s = until_s - self._core.now.monotonic_s
-        if wait_s > 0:
-            member.set_aside_until_s = until_s
-            return f"set aside for {wait_s:.0f} s: {why}"
+        pause = self.failures.pause(member.worker_id, self._core.now.monotonic_s)
+        if pause is not None:
+            member.set_aside_until_s = pause.until_s
+            return pause.words
         if self._core.plan_is_live:
             return "training is under way; this worker joins in as soon as there is a place for it"
         return "waits for a plan"
@@ -329,6 +335,11 @@ class Membership:
         """The supervisor is still there; a new engine is a new incarnation."""
         core = self._core
         core.desk.announce("engine_down", f"{member.worker_id}: {message.reason}")
+        if message.at is not None and core.plan_is_live and member.worker_id in core.state.spans:
+            core.schedule.died_at(member, message.at, f"its engine ended: {message.reason}")
+            if core.has_ended:
+                return
+        self._note_failure(member, f"its engine ended: {message.reason}", harmful=False)
         self._vacate(member, f"the engine of {member.worker_id} ended: {message.reason}")
         self._changed()
         if message.restarting and member.worker_id in core.members:
@@ -372,21 +383,23 @@ class Membership:
 
     def dismiss(self, member: Member, refusal: Refusal | None, reason: str) -> None:
         """Against its will. It may come back, and is planned with again after a while that doubles each time."""
-        self._note_failure(member.worker_id, reason)
+        self._note_failure(member, reason, harmful=True)
         self._core.desk.close(member, refusal, reason)
         self.lose(member, reason)
 
     def set_aside(self, member: Member, reason: str) -> None:
         """The same for who holds nothing and may stay connected."""
-        self._note_failure(member.worker_id, reason)
+        self._note_failure(member, reason, harmful=True)
         self._core.planning.stand_by(member, self._reason_to_stand_by(member))
         self._changed()
 
-    def _note_failure(self, worker_id: WorkerId, reason: str) -> None:
-        timings = self._core.config.timings
-        times = self._set_aside.get(worker_id, (0, 0.0, ""))[0] + 1
-        wait_s = min(timings.set_aside_most_s, timings.set_aside_s * 2.0 ** (times - 1))
-        self._set_aside[worker_id] = (times, self._core.now.monotonic_s + wait_s, reason)
+    def _note_failure(self, member: Member, reason: str, *, harmful: bool) -> None:
+        self.failures.note(member.worker_id, reason, self._core.now.monotonic_s, harmful=harmful)
+
+    def _failed(self, member: Member, reason: str) -> None:
+        """By itself, while others counted on it; then it is lost."""
+        if member.worker_id in self._core.state.spans and self._core.plan_is_live:
+            self._note_failure(member, reason, harmful=False)
 
     def lose(self, member: Member, reason: str, *, announce: bool = True) -> None:
         core = self._core
@@ -436,6 +449,7 @@ class Membership:
             if member.set_aside_until_s is not None and now_s >= member.set_aside_until_s:
                 member.set_aside_until_s, member.reason = None, "waits for a plan"
                 self._changed()
+                self._probe_next(member.host)
             if forgive:
                 member.detector.forgive(now_s)
                 member.accused_by.clear()
@@ -443,8 +457,10 @@ class Membership:
                     member.disconnected_at_s = now_s
             elif member.session is None and member.disconnected_at_s is not None:
                 if now_s - member.disconnected_at_s >= member.grace_s:
+                    self._failed(member, "its connection ended")
                     self.lose(member, "its connection ended")
             elif member.session is not None and member.detector.lost(now_s, floor_s, member.confirmations):
+                self._failed(member, _silence(member, now_s))
                 self.lose(member, _silence(member, now_s))
             elif (
                 member.state is MemberState.PROBING

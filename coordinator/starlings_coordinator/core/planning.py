@@ -146,7 +146,9 @@ class Planning:
         measured_later = sum(
             1
             for m in core.members.values()
-            if m.here and m.state in (MemberState.JOINING, MemberState.PROBING)
+            if m.here
+            and m.set_aside_until_s is None
+            and m.state in (MemberState.JOINING, MemberState.PROBING)
         )
         if measured_later:
             return ForProbes(measured_later)

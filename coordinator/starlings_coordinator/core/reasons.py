@@ -98,8 +98,8 @@ def _trouble(core: Core, member: Member, now: Now) -> Iterator[Because]:
     if until_s is not None and until_s > now.monotonic_s:
         yield Because(
             "failures",
-            f"It is {member.reason}. No plan counts on it for {spoken_duration(until_s - now.monotonic_s)} more; each "
-            "time that it fails again it waits longer.",
+            f"It is {member.reason.removesuffix('.')}. No plan counts on it for "
+            f"{spoken_duration(until_s - now.monotonic_s)} more; each time that it fails again it waits longer.",
         )
         yield Because("do", "Its own log (engine.log in the worker's directory) says what failed.")
 

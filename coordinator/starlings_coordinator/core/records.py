@@ -223,6 +223,17 @@ class WorkerReadmitted:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplesQuarantined:
+    """A microbatch of these samples failed whoever tried it: they are never leased again (quarantine.py)."""
+
+    samples: tuple[int, ...]
+    workers: tuple[WorkerId, ...]
+    reason: str
+    at_s: float
+    kind: Literal["samples_quarantined"] = "samples_quarantined"
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationRecorded:
     version: int
     loss: float
@@ -339,6 +350,7 @@ Record = (
     | ResumeRecorded
     | WorkerEvicted
     | WorkerReadmitted
+    | SamplesQuarantined
     | EvaluationRecorded
     | LiveEvaluated
     | TextRecorded

@@ -22,6 +22,7 @@ from starlings_protos.messages import (
     ExchangePurpose,
     MicrobatchDone,
     MicrobatchFailed,
+    MicrobatchKey,
     PeerUnreachable,
     Prepared,
     StateReport,
@@ -100,6 +101,10 @@ class Schedule(ABC):
 
     @abstractmethod
     def microbatch_failed(self, member: Member, message: MicrobatchFailed) -> None: ...
+
+    @abstractmethod
+    def died_at(self, member: Member, key: MicrobatchKey, reason: str) -> None:
+        """The engine of a worker ended while its device was at that microbatch. Before it is known as lost."""
 
     @abstractmethod
     def prepared(self, member: Member, message: Prepared) -> None: ...

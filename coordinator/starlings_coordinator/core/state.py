@@ -27,6 +27,7 @@ from starlings_coordinator.core.records import (
     ResumeRecorded,
     SampleEpochOpened,
     SamplesAcknowledged,
+    SamplesQuarantined,
     SamplesRepeated,
     SamplesUnmerged,
     SlotsReserved,
@@ -101,6 +102,9 @@ class Durable:
     # The owner's pause, while it lasts; and whom the owner has sent away, while that lasts.
     pause: PauseRecorded | None = None
     evicted: dict[WorkerId, WorkerEvicted] = field(default_factory=dict)
+    # Samples that are never leased again, and how that came.
+    quarantined: set[int] = field(default_factory=set)
+    quarantines: list[SamplesQuarantined] = field(default_factory=list)
     validation_loss: float | None = None
     # `async`: on the way.
     live_evaluations: list[LiveEvaluation] = field(default_factory=list)
@@ -219,6 +223,9 @@ def fold(state: Durable, record: Record, batch: int, tokens_per_sample: int) -> 
             state.pause = None
         case WorkerEvicted():
             state.evicted[record.worker_id] = record
+        case SamplesQuarantined():
+            state.quarantined.update(record.samples)
+            state.quarantines.append(record)
         case WorkerReadmitted():
             state.evicted.pop(record.worker_id, None)
         case EvaluationRecorded():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from starlings_coordinator.core.ledger import Flaw, StepLedger
 from starlings_coordinator.core.members import Member
 from starlings_coordinator.core.phase import Phase
+from starlings_coordinator.core.quarantine import Verdict, stand_ins
 from starlings_coordinator.core.records import StepRecorded, StepRetried
 from starlings_coordinator.core.schedule import TIED, Schedule
 from starlings_job.sampling import samples_of_step
@@ -40,8 +41,6 @@ class Stepping(Schedule):
         super().__init__(core)
         # Attempts at this step since anything about the plan changed.
         self._futile_attempts = 0
-        # Who failed to compute which microbatch of this step, without a link to blame.
-        self._failures: dict[int, set[WorkerId]] = {}
         # Who was to keep a copy at which commit, for those who missed it.
         self._donors: tuple[int, frozenset[WorkerId]] = (-1, frozenset())
 
@@ -68,7 +67,6 @@ class Stepping(Schedule):
 
     def _new_step(self) -> None:
         self._futile_attempts = 0
-        self._failures.clear()
         for member in self._core.members.values():
             member.strikes = 0
 
@@ -79,7 +77,11 @@ class Stepping(Schedule):
         self._accusations.clear()
         if self._pause_or_end():
             return
-        samples = samples_of_step(job.job.seed, core.config.population, state.step, job.train.batch)
+        samples = stand_ins(
+            samples_of_step(job.job.seed, core.config.population, state.step, job.train.batch),
+            state.quarantined,
+            core.config.population,
+        )
         core.ledger = StepLedger.begin(
             state.step,
             state.attempt,
@@ -198,6 +200,7 @@ class Stepping(Schedule):
             self.retry(words)
             self._drop_offenders()
             return
+        core.quarantine.succeeded(ledger.samples_of(message.key.index))
         if ledger.complete:
             self._open_exchange()
 
@@ -216,20 +219,32 @@ class Stepping(Schedule):
             self.retry(words, futile=False)
             return
         if member.worker_id not in self._link_trouble:
-            failed = self._failures.setdefault(key.index, set())
-            failed.add(member.worker_id)
-            if len(failed) >= 2:
+            verdict = core.quarantine.failed(ledger.samples_of(key.index), member.worker_id, message.reason)
+            if verdict is Verdict.HOPELESS:
                 samples = ", ".join(map(str, ledger.samples_of(key.index)))
                 core.fail(
-                    f"microbatch {key.index} of step {key.step} (samples {samples}) fails wherever it is tried: "
-                    f"{message.reason}"
+                    f"microbatch {key.index} of step {key.step} (samples {samples}) fails wherever it is tried, as "
+                    f"others do: {message.reason}"
                 )
+                return
+            if verdict is Verdict.QUARANTINED:
+                self.retry(f"microbatch {key.index} is quarantined: {message.reason}", futile=False)
                 return
             member.strikes += 1
         else:
             self.blame(member)
         self.retry(f"microbatch {key.index} failed at {member.worker_id}: {message.reason}")
         self._drop_offenders()
+
+    def died_at(self, member: Member, key: MicrobatchKey, reason: str) -> None:
+        core, ledger = self._core, self._core.ledger
+        if core.phase is not Phase.TRAINING or ledger is None:
+            return
+        if (key.step, key.attempt) != (ledger.step, ledger.attempt) or key.index not in ledger.leases:
+            return
+        verdict = core.quarantine.failed(ledger.samples_of(key.index), member.worker_id, reason)
+        if verdict is Verdict.QUARANTINED:
+            self.retry(f"microbatch {key.index} is quarantined: {reason}", futile=False)
 
     # ------------------------------------------------------------------ the exchange
 

@@ -141,4 +141,5 @@ def status(core: Core, now_s: float) -> StatusReply:
         exchanges=core.schedule.exchanges_shown,
         evaluations=tuple(state.live_evaluations),
         pause=core.operating.shown(),
+        quarantined=core.quarantine.shown(),
     )

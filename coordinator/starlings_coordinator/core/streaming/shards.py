@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from starlings_coordinator.core.lease_book import oldest
+from starlings_coordinator.core.quarantine import stand_ins
 from starlings_coordinator.core.ranges import Ranges, meet, size
 from starlings_job.sampling import samples_at
 from starlings_job.skew import SkewedOrder
@@ -91,9 +92,11 @@ class Shards:
         """The sample ids at positions `first` to `end` - 1 of an epoch's order; none of an epoch that is over."""
         config = self._core.config
         if config.job.data.skew is None:
-            return samples_at(config.job.job.seed, config.population, epoch, first, end)
-        order = self._order(epoch)
-        return order.samples_at(epoch, first, end) if order is not None else ()
+            found = samples_at(config.job.job.seed, config.population, epoch, first, end)
+        else:
+            order = self._order(epoch)
+            found = order.samples_at(epoch, first, end) if order is not None else ()
+        return stand_ins(found, self._core.state.quarantined, config.population)
 
     def _by_shard(self, epoch: int, ranges: Ranges) -> list[Ranges]:
         order = self._order(epoch)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from starlings_coordinator.core.events import WorkerSaid
 from starlings_coordinator.core.members import Member
 from starlings_coordinator.core.phase import Phase
+from starlings_coordinator.core.quarantine import Verdict
 from starlings_coordinator.core.records import SamplesUnmerged
 from starlings_coordinator.core.schedule import Schedule
 from starlings_coordinator.core.streaming.contributions import Contributions
@@ -31,6 +32,7 @@ from starlings_protos.messages import (
     LeaseRequest,
     MicrobatchDone,
     MicrobatchFailed,
+    MicrobatchKey,
     Prepared,
     StateReport,
     WorkerId,
@@ -42,8 +44,6 @@ from starlings_protos.stream_messages import LeasesReturned, MicrobatchVoided, S
 if TYPE_CHECKING:
     from starlings_coordinator.core.core import Core
 
-# Failures of the same samples, under whatever lease, before they are believed to be at fault.
-FAILURES_OF_SAMPLES = 3
 # What is said all the time, by everybody. A look at all workers and all that they have leased takes a while, so these
 # bring one about every so often at most; others do each time.
 ROUTINE = (LeaseRequest, MicrobatchDone, StageReport, RoundReady, RoundOutcome)
@@ -64,9 +64,8 @@ class Streaming(Schedule):
         self._recalled = False
         self._moved_at_s = 0.0
         self._looked_at_s = float("-inf")
-        # Since the last success, and by (epoch, position).
+        # Since the last success.
         self._failures_in_a_row = 0
-        self._failures: dict[tuple[int, int], int] = {}
 
     # ------------------------------------------------------------------ the life of a plan
 
@@ -75,7 +74,6 @@ class Streaming(Schedule):
         recalled, self._recalled = self._recalled, False
         self._moved_at_s = core.now.monotonic_s
         self._failures_in_a_row = 0
-        self._failures.clear()
         self._forgive()
         core.rates.start(core.now.monotonic_s)
         self.leasing.begin(recalled=recalled)
@@ -212,6 +210,7 @@ class Streaming(Schedule):
         elif not known:
             self._moved_at_s = core.now.monotonic_s
             self._failures_in_a_row = 0
+            core.quarantine.succeeded(leasing.samples_of(block, positions))
             self.progress.done(message, positions[1] - positions[0])
             self.contributions.done(message.route, positions[1] - positions[0], lease)
             leasing.doubt.reported(member.worker_id, positions[1] - positions[0])
@@ -237,12 +236,16 @@ class Streaming(Schedule):
             core.desk.send(holder, MicrobatchVoided((message.key,)))
         self.leasing.give_up(message.key, begun=True)
         self._failures_in_a_row += 1
-        place = (block.epoch, positions[0])
         of_network = member.worker_id in self._link_trouble
-        self._failures[place] = self._failures.get(place, 0) + (not of_network)
-        if self._failures[place] >= FAILURES_OF_SAMPLES:
-            samples = ", ".join(map(str, self.leasing.samples_of(block, positions)))
-            core.fail(f"samples {samples} fail wherever they are tried: {message.reason}")
+        samples = self.leasing.samples_of(block, positions)
+        verdict = Verdict.AGAIN
+        if not of_network:
+            verdict = core.quarantine.failed(samples, member.worker_id, message.reason)
+        if verdict is Verdict.HOPELESS:
+            ids = ", ".join(map(str, samples))
+            core.fail(f"samples {ids} fail wherever they are tried, as others do: {message.reason}")
+        elif verdict is Verdict.QUARANTINED:
+            pass  # Nobody's fault but theirs.
         elif self._failures_in_a_row >= core.config.attempts_limit:
             core.fail(
                 f"{self._failures_in_a_row} microbatches failed in a row; the last one: {message.reason}"
@@ -253,6 +256,19 @@ class Streaming(Schedule):
             else:
                 member.strikes += 1
             self.drop_offenders("microbatches")
+
+    def died_at(self, member: Member, key: MicrobatchKey, reason: str) -> None:
+        """Its own leases return with it; others who sent it something send that to somebody else, or give up."""
+        core, found = self._core, self.leasing.find(key) if self._core.phase is Phase.TRAINING else None
+        if found is None or self.leasing.book.has_heard(key.attempt, (found[1],)):
+            return
+        verdict = core.quarantine.failed(self.leasing.samples_of(*found), member.worker_id, reason)
+        if verdict is not Verdict.QUARANTINED:
+            return
+        # Who led it would have it computed by the next one.
+        for holder in core.holders:
+            core.desk.send(holder, MicrobatchVoided((key,)))
+        self.leasing.give_up(key, begun=True)
 
     def leases_returned(self, member: Member, message: LeasesReturned) -> None:
         for key in message.keys:
