@@ -903,7 +903,10 @@ class MicrobatchFailed(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    OUT_OF_MEMORY_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    out_of_memory: _builtins.bool
+    """The worker has no memory for its span, not even for one row of a microbatch at a time: it must hold less."""
     @_builtins.property
     def key(self) -> _common_pb2.MicrobatchKey: ...
     def __init__(
@@ -911,10 +914,11 @@ class MicrobatchFailed(_message.Message):
         *,
         key: _common_pb2.MicrobatchKey | None = ...,
         reason: _builtins.str = ...,
+        out_of_memory: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "out_of_memory", b"out_of_memory", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -140,6 +140,7 @@ class MicrobatchDone:
 class MicrobatchFailed:
     key: MicrobatchKey
     reason: str
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from starlings_job.model.tensors import raw_tensor
 from starlings_job.records import DatasetMeta
 from starlings_protos.messages import Span, Stage
 from starlings_worker.errors import EngineFault
+from starlings_worker.fitting import Fitting
 from starlings_worker.optimizers.adam import AdamW
 from starlings_worker.runs import Runner
 from starlings_worker.stage import TIED, HeldSpan
@@ -92,7 +93,14 @@ def _pipeline(holders: list[tuple[HeldSpan, Runner]], batch, denominator: float)
     return runs[-1].loss_sum, runs
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+def _fitting(rows: int | None) -> Fitting:
+    """As after memory did not suffice for more."""
+    fitting = Fitting(4, lambda: None)
+    fitting.rows_most = rows
+    return fitting
+
+
+@pytest.mark.parametrize(("recompute", "rows"), [(False, None), (True, None), (False, 3), (True, 1)])
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -105,14 +113,17 @@ def _pipeline(holders: list[tuple[HeldSpan, Runner]], batch, denominator: float)
         ("gemma3_text", {}),
     ],
 )
-def test_spans_compute_the_whole_models_loss_and_gradient(family: str, changes: dict, recompute: bool):
+def test_spans_compute_the_whole_models_loss_and_gradient(
+    family: str, changes: dict, recompute: bool, rows: int | None
+):
     description = _describe(family, **changes)
     whole = _whole(description)
     denominator = 2 * 64.0
     holders = []
     for span in (Span(0, 1), Span(2, 2)):
         held = _hold(description, span)
-        holders.append((held, Runner(held, loss_sum, recompute=recompute, bf16=False)))
+        runner = Runner(held, loss_sum, recompute=recompute, bf16=False, fitting=_fitting(rows))
+        holders.append((held, runner))
     expected = 0.0
     for seed in range(2):
         total, _ = loss_sum(whole(_batch(seed).inputs), _batch(seed))
@@ -142,6 +153,71 @@ def test_spans_compute_the_whole_models_loss_and_gradient(family: str, changes: 
         checked += 2
     trained = sum(description.is_trainable(*key) for key in tensors)
     assert checked == trained > 0
+
+
+def test_where_memory_does_not_suffice_rows_are_computed_in_smaller_and_smaller_parts() -> None:
+    """A real forward pass, on a device that has no memory for more than one row."""
+    description, sizes = _describe("llama"), []
+    held, whole = (_hold(description, Span(0, 2)) for _ in range(2))
+    fitting = _fitting(None)
+    runner = Runner(held, loss_sum, recompute=False, bf16=False, fitting=fitting)
+    through = runner._through
+
+    def cramped(first: int, last: int, value: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(value))
+        if len(value) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return through(first, last, value)
+
+    runner._through = cramped  # type: ignore[method-assign]
+    batch = _batch()
+
+    def forward(of: Runner):
+        return of.forward(0, 2, batch.inputs, batch=batch, loss_denominator=64.0, train=True)
+
+    run = fitting.forward(lambda: forward(runner), train=True)
+    assert sizes[:3] == [4, 2, 1]
+    assert fitting.rows_most == 1
+    runner.backward(run, None)
+    plain = Runner(whole, loss_sum, recompute=False, bf16=False)
+    expected = forward(plain)
+    plain.backward(expected, None)
+    assert run.loss_sum == pytest.approx(expected.loss_sum, rel=1e-6)
+    assert run.target_count == expected.target_count
+    for name, vector in held.vectors.items():
+        torch.testing.assert_close(vector.gradient, whole.vectors[name].gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_without_memory_for_one_row_it_is_out_of_memory() -> None:
+    fitting, freed = Fitting(4, lambda: freed.append(1)), []  # type: ignore[var-annotated]
+
+    def nothing() -> None:
+        raise torch.OutOfMemoryError("no")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fitting.forward(nothing, train=True)
+    assert (fitting.rows_most, len(freed)) == (1, 2)
+    assert not fitting.smaller()
+    other = Fitting(4, lambda: None)
+    with pytest.raises(torch.OutOfMemoryError):
+        other.forward(nothing, train=False)
+    assert other.rows_most is None
+
+
+def test_in_parts_too_a_stage_that_is_not_added_passes_the_gradient_on() -> None:
+    description, batch = _describe("llama"), _batch()
+    entries, gradients = [], []
+    for rows in (None, 3):
+        held = _hold(description, Span(1, 1))
+        runner = Runner(held, loss_sum, recompute=True, bf16=False, streams=True, fitting=_fitting(rows))
+        hidden = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(3))
+        run = runner.forward(1, 1, hidden, batch=None, loss_denominator=1.0, train=True)
+        assert run.output is not None
+        entries.append(runner.backward(run, torch.ones_like(run.output), unadded_stages=(1,)))
+        gradients.append([vector.gradient.abs().max() for vector in held.vectors.values()])
+    assert len(batch.inputs) == 4
+    torch.testing.assert_close(entries[0], entries[1], rtol=1e-5, atol=1e-7)
+    assert all(largest == 0 for both in gradients for largest in both)
 
 
 def test_a_holder_of_both_ends_adds_the_tied_gradients():

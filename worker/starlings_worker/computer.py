@@ -67,6 +67,7 @@ from starlings_worker.device import Device
 from starlings_worker.emulation import BACKWARD_PART, FORWARD_PART, Throttle
 from starlings_worker.errors import EngineFault
 from starlings_worker.exchange import ExchangeBuffers, RefusedPart
+from starlings_worker.fitting import Fitting
 from starlings_worker.group_device import GroupDevice
 from starlings_worker.history import PREFIX, History, Part
 from starlings_worker.kept import Encoded, Kept, Microbatches
@@ -142,6 +143,7 @@ class Computer:
         self.groups: GroupDevice | None = None
         self._runner: Runner | None = None
         self._ahead: Ahead | None = None
+        self._fitting = Fitting(job.train.microbatch, device.free_cache)
         self._cache = cache
         self._black_box = BlackBox(cache.with_name(FILE) if cache is not None else None)
         self.left_behind: LeftBehind | None = None
@@ -190,6 +192,7 @@ class Computer:
             bf16=self.device.bf16,
             streams=self._job.train.streams,
             ahead=self._ahead,
+            fitting=self._fitting,
         )
         self.exchange = ExchangeBuffers(self._worker_id, self._job.exchange.codec, held.vectors)
         largest = max((vector.size for vector in held.vectors.values()), default=0)
@@ -302,7 +305,9 @@ class Computer:
                 return compute()
         except torch.OutOfMemoryError as error:
             self.device.free_cache()
-            return ComputeFailed(key, f"out of memory: {str(error).splitlines()[0]}")
+            # Also of a backward pass, of which nobody knows what it has added: the next are tried in smaller parts.
+            reason = f"out of memory: {str(error).splitlines()[0]}"
+            return ComputeFailed(key, reason, out_of_memory=not self._fitting.smaller())
         except EngineFault as error:
             return ComputeFailed(key, str(error))
         except Exception as error:
@@ -313,13 +318,14 @@ class Computer:
         begin = time.monotonic()
         kept = self._kept(effect.key)
         with self._throttle.block(FORWARD_PART * self._share(effect.first_stage, effect.last_stage)):
-            run = self._run_forward(effect, kept)
+            train = effect.key.kind is LeaseKind.TRAIN
+            run = self._fitting.forward(lambda: self._run_forward(effect, kept), train=train)
             self.device.synchronise()
         seconds = time.monotonic() - begin
         self._meters.spent("compute", seconds)
         if run.output is not None:
             kept.hidden = self._encode(run.output, Direction.FORWARD)
-            if run.inputs or effect.key.kind is not LeaseKind.TRAIN:
+            if run.inputs or run.parts or effect.key.kind is not LeaseKind.TRAIN:
                 run.output = None
         if effect.key.kind is LeaseKind.TRAIN:
             kept.run = run

@@ -15,6 +15,7 @@ from torch import Tensor
 from starlings_job.data.batch import Batch
 from starlings_worker.ahead import Ahead
 from starlings_worker.errors import EngineFault
+from starlings_worker.fitting import Fitting
 from starlings_worker.stage import HeldSpan
 
 LossSum = Callable[[Tensor, Batch], tuple[Tensor, int]]
@@ -36,6 +37,10 @@ class Run:
     loss_sum: float = 0.0
     target_count: int = 0
     next_token: int = 0
+    # Computed in parts of rows, each with its inputs; of one that ends in the loss, what that is over.
+    parts: list[Run] = field(default_factory=list)
+    batch: Batch | None = None
+    loss_denominator: float = 1.0
 
 
 class Runner:
@@ -50,12 +55,14 @@ class Runner:
         bf16: bool,
         streams: bool = False,
         ahead: Ahead | None = None,
+        fitting: Fitting | None = None,
     ) -> None:
         """
         Args:
             streams: weights may change between a forward pass and its backward pass, unless the loss is its end: then
                 backward comes at once. No graph outlives a change of the weights that it points to.
             ahead: makes the forward passes to which that may happen.
+            fitting: how many rows are computed at a time; None: all.
         """
         self._ahead = ahead
         self.held = held
@@ -63,6 +70,7 @@ class Runner:
         self._streams = streams
         self._loss_sum = loss_sum
         self._bf16 = bf16
+        self._fitting = fitting
 
     def forward(
         self,
@@ -87,6 +95,9 @@ class Runner:
         """
         run = Run(first_stage, last_stage)
         ends = last_stage == self.held.stage_count - 1
+        rows = self._fitting.rows_most if self._fitting is not None else None
+        if train and rows is not None and len(value) > rows:
+            return self._forward_in_parts(run, value, batch if ends else None, loss_denominator, ends, rows)
         if train and first_stage > 0:
             run.entry = value = value.detach().requires_grad_()
         if not train:
@@ -127,6 +138,8 @@ class Runner:
             gradient: of the run's output; None when the run ended in the loss.
             unadded_stages: of those that are recomputed; they pass the gradient on, and their accumulators stay.
         """
+        if run.parts:
+            return self._backward_in_parts(run, gradient, unadded_stages)
         if run.loss is not None:
             run.loss.backward()  # type: ignore[no-untyped-call]
             run.loss = None
@@ -194,6 +207,73 @@ class Runner:
             return None
         (passed,) = torch.autograd.grad(result, value, gradient.to(result.dtype))
         return passed
+
+    # ---------------------------------------------------------------- in parts of rows
+
+    def _forward_in_parts(
+        self, run: Run, value: Tensor, batch: Batch | None, loss_denominator: float, ends: bool, rows: int
+    ) -> Run:
+        """Without any graph: what backward needs is computed again, part by part. Rows don't know of each other, so
+        outputs, losses and gradients are those of the whole, up to the order of sums.
+        """
+        if ends and batch is None:
+            raise EngineFault("the last stage got no labels")
+        outputs = []
+        for first in range(0, len(value), rows):
+            part = Run(run.first_stage, run.last_stage, loss_denominator=loss_denominator)
+            part.batch = batch.rows(first, first + rows) if batch is not None else None
+            result = value[first : first + rows]
+            for stage in range(run.first_stage, run.last_stage + 1):
+                part.inputs.append(result)
+                with torch.no_grad():
+                    if self._ahead is None or ends:
+                        result = self._through(stage, stage, result)
+                    else:
+                        with self._autocast():
+                            result = self._ahead.through(stage, result)
+            if part.batch is not None:
+                self._close(part, result, part.batch, loss_denominator, train=False)
+                run.loss_sum += part.loss_sum
+                run.target_count += part.target_count
+            else:
+                outputs.append(result)
+            run.parts.append(part)
+        if outputs:
+            run.output = torch.cat(outputs)
+        return run
+
+    def _backward_in_parts(
+        self, run: Run, gradient: Tensor | None, unadded_stages: Collection[int]
+    ) -> Tensor | None:
+        ends = run.parts[0].batch is not None
+        if gradient is None and not ends:
+            raise EngineFault("no gradient has arrived for the microbatch")
+        entries: list[Tensor] = []
+        first = 0
+        while run.parts:
+            part = run.parts.pop(0)
+            count = len(part.inputs[0])
+            own = gradient[first : first + count] if gradient is not None else None
+            first += count
+            if part.batch is not None:
+                self._backward_from_loss(part)
+            entry = self._backward_recomputing(part, own, unadded_stages)
+            if entry is not None:
+                entries.append(entry)
+        run.output = None
+        return torch.cat(entries) if entries else None
+
+    def _backward_from_loss(self, part: Run) -> None:
+        """Through the last stage; the gradient at its input stays there."""
+        assert part.batch is not None
+        value, stage = part.inputs[-1], part.last_stage
+        if stage > 0:
+            part.inputs[-1] = value = value.detach().requires_grad_()
+        with torch.enable_grad():
+            logits = self._through(stage, stage, value)
+            with self._autocast():
+                total, _ = self._loss_sum(logits, part.batch)
+            (total / part.loss_denominator).backward()  # type: ignore[no-untyped-call]
 
     # ---------------------------------------------------------------- the stages themselves
 

@@ -45,6 +45,7 @@ from starlings_coordinator.core.ledger import StepLedger
 from starlings_coordinator.core.members import Member
 from starlings_coordinator.core.membership import Membership
 from starlings_coordinator.core.operating import Operating
+from starlings_coordinator.core.overfull import overfull
 from starlings_coordinator.core.phase import Phase
 from starlings_coordinator.core.planning import Planning
 from starlings_coordinator.core.quarantine import Quarantine
@@ -288,7 +289,10 @@ class Core:
             self.dropped_messages += 1
 
     def _microbatch_failed(self, member: Member, message: MicrobatchFailed) -> None:
-        if self.phase is Phase.TRAINING:
+        training = self.phase is Phase.TRAINING
+        if training and message.out_of_memory and member.worker_id in self.state.spans and member.usable:
+            overfull(self, member, message.reason)
+        elif training:
             self.schedule.microbatch_failed(member, message)
         elif self.phase is Phase.FINISHING and message.key.kind is not LeaseKind.TRAIN:
             self.finishing.microbatch_failed(member, message)

@@ -75,7 +75,7 @@ class Membership:
         # thousand members whenever one joins would take as long as everything else about joining.
         self._unmeasured: dict[str, set[WorkerId]] = {}
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
         self.changed_at_s = self._core.now.monotonic_s
         self.changes += 1
 
@@ -155,7 +155,7 @@ class Membership:
                 core.now.monotonic_s,
                 core.config.timings.restart_grace_s,
             )
-        self._changed()
+        self.changed()
         self._look_soon()
         return True
 
@@ -219,7 +219,7 @@ class Membership:
             core.planning.resume(member)
         elif member.reason and member.state is MemberState.STANDBY:
             core.desk.send(member, Standby(member.reason))
-        self._changed()
+        self.changed()
         self._probe_next(member.host)
 
     def _new_life(self, member: Member) -> None:
@@ -306,7 +306,7 @@ class Membership:
             member.state, member.reason = MemberState.STANDBY, self._reason_to_stand_by(member)
             if member.set_aside_until_s is not None or self._core.plan_is_live:
                 self._core.desk.send(member, Standby(member.reason))
-        self._changed()
+        self.changed()
         self._probe_next(member.host)
 
     def _reason_to_stand_by(self, member: Member) -> str:
@@ -328,7 +328,7 @@ class Membership:
         member.disconnected_at_s = self._core.now.monotonic_s
         self._look_soon()
         if worker_id not in self._core.state.spans or not self._core.plan_is_live:
-            self._changed()
+            self.changed()
         self._probe_next(member.host)
 
     def engine_down(self, member: Member, message: EngineDown) -> None:
@@ -341,7 +341,7 @@ class Membership:
                 return
         self._note_failure(member, f"its engine ended: {message.reason}", harmful=False)
         self._vacate(member, f"the engine of {member.worker_id} ended: {message.reason}")
-        self._changed()
+        self.changed()
         if message.restarting and member.worker_id in core.members:
             self._new_life(member)
         else:
@@ -353,7 +353,7 @@ class Membership:
             return
         member.leaving = message.reason or "it was asked to stop"
         self._core.desk.announce("leaving", f"{member.worker_id} wants to leave: {member.leaving}")
-        self._changed()
+        self.changed()
         if member.worker_id not in self._core.state.spans or not self._core.plan_is_live:
             self.release(member)
         else:
@@ -367,7 +367,7 @@ class Membership:
         core.desk.send(member, Finish(False, "you may go: nothing depends on this worker any more"))
         self._forget(member, "it left in order")
         self._vacate(member, f"{member.worker_id} left")
-        self._changed()
+        self.changed()
         self._probe_next(member.host)
 
     def revoked(self, worker_id: WorkerId) -> None:
@@ -391,7 +391,7 @@ class Membership:
         """The same for who holds nothing and may stay connected."""
         self._note_failure(member, reason, harmful=True)
         self._core.planning.stand_by(member, self._reason_to_stand_by(member))
-        self._changed()
+        self.changed()
 
     def _note_failure(self, member: Member, reason: str, *, harmful: bool) -> None:
         self.failures.note(member.worker_id, reason, self._core.now.monotonic_s, harmful=harmful)
@@ -410,7 +410,7 @@ class Membership:
         member.state = MemberState.LOST
         self._forget(member, reason)
         self._vacate(member, f"{member.worker_id} was lost: {reason}")
-        self._changed()
+        self.changed()
         self._probe_next(member.host)
 
     def _forget(self, member: Member, reason: str) -> None:
@@ -448,7 +448,7 @@ class Membership:
         for member in unwell:
             if member.set_aside_until_s is not None and now_s >= member.set_aside_until_s:
                 member.set_aside_until_s, member.reason = None, "waits for a plan"
-                self._changed()
+                self.changed()
                 self._probe_next(member.host)
             if forgive:
                 member.detector.forgive(now_s)

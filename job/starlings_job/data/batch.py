@@ -28,6 +28,13 @@ class Batch:
     mask: torch.Tensor | None
     target_count: int
 
+    def rows(self, first: int, end: int) -> Batch:
+        """Some of its samples, as a batch of their own."""
+        mask = None if self.mask is None else self.mask[first:end]
+        targets = self.targets[first:end]
+        count = targets.numel() if mask is None else int(mask.sum())
+        return Batch(self.inputs[first:end], targets, mask, count)
+
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
         mask = None if self.mask is None else self.mask.to(device)

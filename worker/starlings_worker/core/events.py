@@ -169,10 +169,14 @@ class BackwardComputed:
 
 @dataclass(frozen=True, slots=True)
 class ComputeFailed:
-    """Outcome of ComputeForward or ComputeBackward that raised, e.g. out of memory or a non-finite loss."""
+    """Outcome of ComputeForward or ComputeBackward that raised, e.g. out of memory or a non-finite loss.
+
+    `out_of_memory`: and nothing smaller can be tried.
+    """
 
     key: MicrobatchKey
     reason: str
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

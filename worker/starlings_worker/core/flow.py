@@ -170,7 +170,7 @@ class Flow:
     def compute_failed(self, event: ComputeFailed) -> None:
         held = self._released(event.key)
         if held is not None:
-            self._give_up(held, event.reason)
+            self._give_up(held, event.reason, out_of_memory=event.out_of_memory)
 
     def _released(self, key: MicrobatchKey) -> Held | None:
         if self._table.device_released(key):
@@ -342,7 +342,9 @@ class Flow:
         if since_s is not None and now_s - since_s > self._timings.give_up_s:
             self._give_up(held, reason, silent)
 
-    def _give_up(self, held: Held, reason: str, silent: Sequence[WorkerId] = ()) -> None:
+    def _give_up(
+        self, held: Held, reason: str, silent: Sequence[WorkerId] = (), *, out_of_memory: bool = False
+    ) -> None:
         """For good: in training only a new attempt of the step can settle who accumulated it.
 
         The `silent` peers are named first, so that the failure is known to be the network's, not the samples'.
@@ -353,7 +355,7 @@ class Flow:
         self._table.drop(held)
         if held.trains:
             self._table.fail(held.key)
-        self._say(MicrobatchFailed(held.key, reason))
+        self._say(MicrobatchFailed(held.key, reason, out_of_memory))
 
     # ------------------------------------------------------------------ when others are lost
 
