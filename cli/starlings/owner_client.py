@@ -76,6 +76,9 @@ class OwnerClient:
     async def resume(self) -> control_pb2.CommandReply:
         return await self._ask(self._stub.Resume, control_pb2.ResumeRequest())
 
+    async def drain(self, worker: str, reason: str) -> control_pb2.CommandReply:
+        return await self._ask(self._stub.Drain, control_pb2.DrainRequest(worker=worker, reason=reason))
+
     async def evict(self, worker: str, for_s: float, reason: str, *, force: bool) -> control_pb2.CommandReply:
         """`for_s`: 0 for as long as the owner wants."""
         request = control_pb2.EvictRequest(worker=worker, for_s=for_s, reason=reason, force=force)

@@ -15,6 +15,7 @@ from starlings_coordinator.core.advising import advice_request, worth_words
 from starlings_coordinator.core.core import Core
 from starlings_coordinator.core.effects import Answer
 from starlings_coordinator.core.events import (
+    DrainAsked,
     EvictionRequested,
     OwnerCommand,
     PauseRequested,
@@ -257,6 +258,11 @@ class OwnerDesk:
 
     async def resume(self, request: control_pb2.ResumeRequest) -> control_pb2.CommandReply:
         return await self._command(ResumeRequested)
+
+    async def drain(self, request: control_pb2.DrainRequest) -> control_pb2.CommandReply:
+        worker_id = self._worker(request.worker)
+        reason = clean_text(request.reason, REASON_LIMIT_CHARACTERS) or "no reason given"
+        return await self._command(lambda number: DrainAsked(number, worker_id, reason))
 
     async def evict(self, request: control_pb2.EvictRequest) -> control_pb2.CommandReply:
         worker_id = self._worker(request.worker)

@@ -205,6 +205,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Resume(self, request: control_pb2.ResumeRequest, context: Context) -> control_pb2.CommandReply:
         return await _answered(self._owner.resume(request), context)
 
+    async def Drain(self, request: control_pb2.DrainRequest, context: Context) -> control_pb2.CommandReply:
+        return await _answered(self._owner.drain(request), context)
+
     async def Evict(self, request: control_pb2.EvictRequest, context: Context) -> control_pb2.CommandReply:
         return await _answered(self._owner.evict(request), context)
 

@@ -1498,6 +1498,7 @@ class ToWorker(_message.Message):
     MICROBATCH_VOIDED_FIELD_NUMBER: _builtins.int
     TRAINING_PAUSED_FIELD_NUMBER: _builtins.int
     JOB_PAUSED_FIELD_NUMBER: _builtins.int
+    DRAIN_ORDER_FIELD_NUMBER: _builtins.int
     SLOT_CLOCK_FIELD_NUMBER: _builtins.int
     PAIR_MATCHED_FIELD_NUMBER: _builtins.int
     GROUP_MATCHED_FIELD_NUMBER: _builtins.int
@@ -1540,6 +1541,8 @@ class ToWorker(_message.Message):
     @_builtins.property
     def job_paused(self) -> Global___JobPaused: ...
     @_builtins.property
+    def drain_order(self) -> Global___DrainOrder: ...
+    @_builtins.property
     def slot_clock(self) -> Global___SlotClock: ...
     @_builtins.property
     def pair_matched(self) -> Global___PairMatched: ...
@@ -1573,6 +1576,7 @@ class ToWorker(_message.Message):
         microbatch_voided: Global___MicrobatchVoided | None = ...,
         training_paused: Global___TrainingPaused | None = ...,
         job_paused: Global___JobPaused | None = ...,
+        drain_order: Global___DrainOrder | None = ...,
         slot_clock: Global___SlotClock | None = ...,
         pair_matched: Global___PairMatched | None = ...,
         group_matched: Global___GroupMatched | None = ...,
@@ -1581,11 +1585,11 @@ class ToWorker(_message.Message):
         reach_order: Global___ReachOrder | None = ...,
         routes: Global___Routes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "group_closed", b"group_closed", "group_decided", b"group_decided", "group_matched", b"group_matched", "heartbeat_ack", b"heartbeat_ack", "job_paused", b"job_paused", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "reach_order", b"reach_order", "refused", b"refused", "retain", b"retain", "routes", b"routes", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "drain_order", b"drain_order", "exchange_opened", b"exchange_opened", "finish", b"finish", "group_closed", b"group_closed", "group_decided", b"group_decided", "group_matched", b"group_matched", "heartbeat_ack", b"heartbeat_ack", "job_paused", b"job_paused", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "reach_order", b"reach_order", "refused", b"refused", "retain", b"retain", "routes", b"routes", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "exchange_opened", b"exchange_opened", "finish", b"finish", "group_closed", b"group_closed", "group_decided", b"group_decided", "group_matched", b"group_matched", "heartbeat_ack", b"heartbeat_ack", "job_paused", b"job_paused", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "reach_order", b"reach_order", "refused", b"refused", "retain", b"retain", "routes", b"routes", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "assignment_renewed", b"assignment_renewed", "body", b"body", "drain_order", b"drain_order", "exchange_opened", b"exchange_opened", "finish", b"finish", "group_closed", b"group_closed", "group_decided", b"group_decided", "group_matched", b"group_matched", "heartbeat_ack", b"heartbeat_ack", "job_paused", b"job_paused", "lease_grant", b"lease_grant", "microbatch_voided", b"microbatch_voided", "pair_matched", b"pair_matched", "reach_order", b"reach_order", "refused", b"refused", "retain", b"retain", "routes", b"routes", "slot_clock", b"slot_clock", "standby", b"standby", "state_wanted", b"state_wanted", "step_committed", b"step_committed", "step_restarted", b"step_restarted", "swarm_progress", b"swarm_progress", "training_paused", b"training_paused", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "assignment", "assignment_renewed", "lease_grant", "step_restarted", "exchange_opened", "step_committed", "state_wanted", "finish", "refused", "standby", "heartbeat_ack", "retain", "swarm_progress", "microbatch_voided", "training_paused", "job_paused", "slot_clock", "pair_matched", "group_matched", "group_closed", "group_decided", "reach_order", "routes"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "assignment", "assignment_renewed", "lease_grant", "step_restarted", "exchange_opened", "step_committed", "state_wanted", "finish", "refused", "standby", "heartbeat_ack", "retain", "swarm_progress", "microbatch_voided", "training_paused", "job_paused", "drain_order", "slot_clock", "pair_matched", "group_matched", "group_closed", "group_decided", "reach_order", "routes"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2505,6 +2509,28 @@ class JobPaused(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JobPaused: _TypeAlias = JobPaused  # noqa: Y015
+
+@_typing.final
+class DrainOrder(_message.Message):
+    """The owner asks the worker to leave in order, as a signal on its own machine would."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """For people."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainOrder: _TypeAlias = DrainOrder  # noqa: Y015
 
 @_typing.final
 class SlotClock(_message.Message):
@@ -3676,6 +3702,32 @@ class ResumeRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    """Asks one worker to leave in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """Its id, or enough of its beginning to name no other."""
+    reason: _builtins.str
+    """Told to the worker."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
 @_typing.final
 class EvictRequest(_message.Message):

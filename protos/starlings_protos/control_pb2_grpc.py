@@ -196,6 +196,11 @@ class ControlStub(object):
                 request_serializer=starlings__protos_dot_control__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=starlings__protos_dot_control__pb2.CommandReply.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/starlings.v1.Control/Drain',
+                request_serializer=starlings__protos_dot_control__pb2.DrainRequest.SerializeToString,
+                response_deserializer=starlings__protos_dot_control__pb2.CommandReply.FromString,
+                _registered_method=True)
         self.Evict = channel.unary_unary(
                 '/starlings.v1.Control/Evict',
                 request_serializer=starlings__protos_dot_control__pb2.EvictRequest.SerializeToString,
@@ -278,6 +283,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Asks a worker to leave in order: it finishes what it has begun, and hands over what nobody else has. Role: owner.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Evict(self, request, context):
         """Sends a worker away for a while, or lets it back. Role: owner.
         """
@@ -347,6 +359,11 @@ def add_ControlServicer_to_server(servicer, server):
             'Resume': grpc.unary_unary_rpc_method_handler(
                     servicer.Resume,
                     request_deserializer=starlings__protos_dot_control__pb2.ResumeRequest.FromString,
+                    response_serializer=starlings__protos_dot_control__pb2.CommandReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=starlings__protos_dot_control__pb2.DrainRequest.FromString,
                     response_serializer=starlings__protos_dot_control__pb2.CommandReply.SerializeToString,
             ),
             'Evict': grpc.unary_unary_rpc_method_handler(
@@ -586,6 +603,33 @@ class Control(object):
             target,
             '/starlings.v1.Control/Resume',
             starlings__protos_dot_control__pb2.ResumeRequest.SerializeToString,
+            starlings__protos_dot_control__pb2.CommandReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/starlings.v1.Control/Drain',
+            starlings__protos_dot_control__pb2.DrainRequest.SerializeToString,
             starlings__protos_dot_control__pb2.CommandReply.FromString,
             options,
             channel_credentials,

@@ -98,6 +98,8 @@ class ControlStub:
     """Nobody begins anything more until Resume; everybody keeps what they have. Role: owner."""
     Resume: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.CommandReply]
     """Ends a pause. Role: owner."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.CommandReply]
+    """Asks a worker to leave in order: it finishes what it has begun, and hands over what nobody else has. Role: owner."""
     Evict: _grpc.UnaryUnaryMultiCallable[_control_pb2.EvictRequest, _control_pb2.CommandReply]
     """Sends a worker away for a while, or lets it back. Role: owner."""
     CreateInvite: _grpc.UnaryUnaryMultiCallable[_control_pb2.CreateInviteRequest, _control_pb2.Invite]
@@ -128,6 +130,8 @@ class ControlAsyncStub(ControlStub):
     """Nobody begins anything more until Resume; everybody keeps what they have. Role: owner."""
     Resume: _aio.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.CommandReply]  # type: ignore[assignment]
     """Ends a pause. Role: owner."""
+    Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.CommandReply]  # type: ignore[assignment]
+    """Asks a worker to leave in order: it finishes what it has begun, and hands over what nobody else has. Role: owner."""
     Evict: _aio.UnaryUnaryMultiCallable[_control_pb2.EvictRequest, _control_pb2.CommandReply]  # type: ignore[assignment]
     """Sends a worker away for a while, or lets it back. Role: owner."""
     CreateInvite: _aio.UnaryUnaryMultiCallable[_control_pb2.CreateInviteRequest, _control_pb2.Invite]  # type: ignore[assignment]
@@ -203,6 +207,14 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.CommandReply, _abc.Awaitable[_control_pb2.CommandReply]]:
         """Ends a pause. Role: owner."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _control_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.CommandReply, _abc.Awaitable[_control_pb2.CommandReply]]:
+        """Asks a worker to leave in order: it finishes what it has begun, and hands over what nobody else has. Role: owner."""
 
     @_abc_1.abstractmethod
     def Evict(

@@ -20,6 +20,7 @@ from starlings_protos.group_messages import (
 from starlings_protos.pair_messages import PairMatched, RoundOutcome, RoundReady, SlotClock
 from starlings_protos.reach_messages import ReachOrder, ReachReport, Routes
 from starlings_protos.stream_messages import (
+    DrainOrder,
     JobPaused,
     LeasesReturned,
     MicrobatchVoided,
@@ -392,6 +393,7 @@ ToWorker = (
     | MicrobatchVoided
     | TrainingPaused
     | JobPaused
+    | DrainOrder
     | SlotClock
     | PairMatched
     | GroupMatched

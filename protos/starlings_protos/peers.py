@@ -29,6 +29,7 @@ CONTROL_POLICY: Policy = {
     "/starlings.v1.Control/Stop": frozenset({Role.OWNER}),
     "/starlings.v1.Control/Pause": frozenset({Role.OWNER}),
     "/starlings.v1.Control/Resume": frozenset({Role.OWNER}),
+    "/starlings.v1.Control/Drain": frozenset({Role.OWNER}),
     "/starlings.v1.Control/Evict": frozenset({Role.OWNER}),
     "/starlings.v1.Control/CreateInvite": frozenset({Role.OWNER}),
     "/starlings.v1.Control/ListInvites": frozenset({Role.OWNER}),

@@ -53,3 +53,10 @@ class JobPaused:
 
     paused: bool
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOrder:
+    """In every job."""
+
+    reason: str

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from starlings_coordinator.core.events import (
+    DrainAsked,
     EvictionRequested,
     OwnerCommand,
     PauseRequested,
@@ -28,7 +29,7 @@ from starlings_coordinator.core.state import snapshot_from_json, snapshot_to_jso
 from starlings_coordinator.core.stepping import Stepping
 from starlings_protos.messages import LeaseGrant, LeaseRequest, Leaving, Refusal, Welcome, WorkerId
 from starlings_protos.status import CommandReply
-from starlings_protos.stream_messages import JobPaused
+from starlings_protos.stream_messages import DrainOrder, JobPaused
 from support.core_world import World, config, received
 from support.streaming_world import PIPELINE, lazy_world, trained
 
@@ -291,6 +292,21 @@ def test_one_that_is_not_here_can_be_evicted_and_let_back() -> None:
     assert not ask(world, ReadmissionRequested(3, WD)).changed
     world.reconnect("wd")
     assert WD in world.core.members
+
+
+# ------------------------------------------------------------------ leaving in order
+
+
+def test_a_worker_is_asked_to_leave_once_and_only_if_it_is_here() -> None:
+    world = training()
+    assert ask(world, DrainAsked(1, WD, "we move the machine")).changed
+    fake = world.fakes[WD]
+    assert received(fake, DrainOrder) == [DrainOrder("we move the machine")]
+    world.feed(WorkerSaid(fake.session, WD, Leaving("asked to", 60.0)))
+    assert not ask(world, DrainAsked(2, WD, "again")).changed
+    assert len(received(fake, DrainOrder)) == 1
+    world.core.membership.lose(world.core.members[WD], "a test")
+    assert "not connected" in ask(world, DrainAsked(3, WD, "again"), refused=True).text
 
 
 # ------------------------------------------------------------------ whatever comes, in any order

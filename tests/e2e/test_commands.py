@@ -257,6 +257,7 @@ def test_usage_errors_are_code_two(tmp_path: Path) -> None:
         "why",
         "pause",
         "resume",
+        "drain",
         "evict",
         "rebalance",
         "invite create",

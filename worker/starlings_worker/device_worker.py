@@ -206,16 +206,14 @@ class DeviceWorker:
         self._leaving = reason
         self._bus.leaving(reason)
         within_s = self._options.drain_s
-        text = f"Leaving in order: {reason}. A second signal ends the worker at once."
-        self._narrator.tell("leaving", text)
-        loop = asyncio.get_running_loop()
+        self._narrator.tell("leaving", f"Leaving in order: {reason}. A second signal ends it at once.")
         if self._engine is not None and self._engine.welcomed:
             drain = process_pb2.Drain(reason=reason, within_s=within_s)
             self._background(self._engine.send(process_pb2.ToEngine(drain=drain)))
-            loop.call_later(within_s, self._end_well, f"{reason}; the time for leaving in order is up")
+            self._loop.call_later(within_s, self._end_well, f"{reason}; the time for leaving in order is up")
         elif self._stream is not None and self._stream.say(Leaving(reason, within_s)):
             # Nothing of the job is held here: the coordinator says goodbye at once.
-            loop.call_later(min(within_s, GOODBYE_WITHIN_S), self._end_well, reason)
+            self._loop.call_later(min(within_s, GOODBYE_WITHIN_S), self._end_well, reason)
         else:
             self._end_well(reason)
 
@@ -408,10 +406,12 @@ class DeviceWorker:
         if kind == "finish":
             self._finish = message.finish
             asyncio.get_running_loop().call_later(FINISH_WITHIN_S, self._finished_without_engine)
-        if kind == "job_paused" and self._welcome is not None:
-            # An engine that has yet to start gets it with the Welcome.
-            self._welcome.paused = message.job_paused.paused
-            self._welcome.pause_reason = message.job_paused.reason
+        if kind == "drain_order":
+            self.leave(f"the job's owner asked it to: {message.drain_order.reason}")
+            return
+        if kind == "job_paused" and self._welcome is not None:  # for an engine that has yet to start
+            pause = message.job_paused
+            self._welcome.paused, self._welcome.pause_reason = pause.paused, pause.reason
         if kind == "heartbeat_ack":
             self._reports.keep_pace(message.heartbeat_ack.heartbeat_interval_s)
         self._narrator.ordered(message)

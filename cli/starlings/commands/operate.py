@@ -1,4 +1,4 @@
-"""`starlings workers`, `why`, `pause`, `resume`, `evict`, `rebalance`: the owner's hand on a job that runs."""
+"""`starlings workers`, `why`, `pause`, `resume`, `drain`, `evict`, `rebalance`: the owner's hand on a job that runs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def register(app: typer.Typer) -> None:
     app.command()(why)
     app.command()(pause)
     app.command()(resume)
+    app.command()(drain)
     app.command()(evict)
     app.command()(rebalance)
 
@@ -90,6 +91,22 @@ def resume(job: JobOption = None, json_output: JsonOption = False) -> None:
     Example:  starlings resume
     """
     _done(ask(job, lambda client: client.resume()), json_output)
+
+
+@guarded
+def drain(
+    worker: WorkerArgument,
+    job: JobOption = None,
+    reason: Annotated[str, typer.Option(help="Told to whoever runs the worker.")] = "it is not needed now",
+    json_output: JsonOption = False,
+) -> None:
+    """Ask a worker to leave in order: it finishes what it has begun, and hands over what nobody else has.
+
+    Its process ends with exit code 0, as after `starlings leave` on its own machine, and it may come back at any time.
+
+    Example:  starlings drain w3fa --reason "this machine is moved"
+    """
+    _done(ask(job, lambda client: client.drain(worker, reason)), json_output)
 
 
 @guarded

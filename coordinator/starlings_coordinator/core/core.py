@@ -22,6 +22,7 @@ from starlings_coordinator.core.events import (
     Booted,
     CheckpointFailed,
     CheckpointSaved,
+    DrainAsked,
     Event,
     EvictionRequested,
     KeeperLost,
@@ -178,7 +179,13 @@ class Core:
                 self.planning.keeper_started(event.addresses, event.versions)
             case KeeperLost():
                 self.planning.keeper_lost()
-            case PauseRequested() | ResumeRequested() | EvictionRequested() | ReadmissionRequested():
+            case (
+                PauseRequested()
+                | ResumeRequested()
+                | DrainAsked()
+                | EvictionRequested()
+                | ReadmissionRequested()
+            ):
                 self.operating.asked(event)
             case WorkerConnected():
                 self.membership.connected(event.session, event.hello)

@@ -95,7 +95,7 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class PauseRequested:
-    """By the owner, as the next three. `request` comes back in the Answer."""
+    """By the owner, as the next four. `request` comes back in the Answer."""
 
     request: int
     reason: str
@@ -104,6 +104,13 @@ class PauseRequested:
 @dataclass(frozen=True, slots=True)
 class ResumeRequested:
     request: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    request: int
+    worker_id: WorkerId
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +130,7 @@ class ReadmissionRequested:
     worker_id: WorkerId
 
 
-OwnerCommand = PauseRequested | ResumeRequested | EvictionRequested | ReadmissionRequested
+OwnerCommand = PauseRequested | ResumeRequested | DrainAsked | EvictionRequested | ReadmissionRequested
 
 
 @dataclass(frozen=True, slots=True)

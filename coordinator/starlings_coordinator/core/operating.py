@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from starlings_coordinator.core.effects import Answer
 from starlings_coordinator.core.events import (
+    DrainAsked,
     EvictionRequested,
     OwnerCommand,
     PauseRequested,
@@ -42,7 +43,7 @@ from starlings_coordinator.core.records import (
 from starlings_protos.invite import spoken_duration, spoken_time
 from starlings_protos.messages import WorkerId
 from starlings_protos.status import CommandReply, Pause
-from starlings_protos.stream_messages import JobPaused
+from starlings_protos.stream_messages import DrainOrder, JobPaused
 
 if TYPE_CHECKING:
     from starlings_coordinator.core.core import Core
@@ -61,6 +62,8 @@ class Operating:
                 self._pause(command)
             case ResumeRequested():
                 self._resume(command)
+            case DrainAsked():
+                self._drain(command)
             case EvictionRequested():
                 self._evict(command)
             case ReadmissionRequested():
@@ -145,6 +148,27 @@ class Operating:
         for _, member in sorted(core.members.items()):
             core.desk.send(member, message)
 
+    # ------------------------------------------------------------------ leaving in order
+
+    def _drain(self, command: DrainAsked) -> None:
+        """Nothing to record: the worker does the rest, and whoever misses the message is asked again."""
+        core, member = self._core, self._core.members.get(command.worker_id)
+        if member is None or not member.here:
+            self._refuse(command, f"{command.worker_id} is not connected, so nobody can be asked to leave.")
+        elif member.leaving is not None:
+            self._answer(command, f"{command.worker_id} is leaving already: {member.leaving}.", changed=False)
+        else:
+            core.desk.announce(
+                "drain", f"the owner asks {command.worker_id} to leave in order: {command.reason}"
+            )
+            core.desk.send(member, DrainOrder(command.reason))
+            self._answer(
+                command,
+                f"{command.worker_id} is asked to leave: it finishes what it has begun, hands over what nobody else "
+                "has, and its process ends with exit code 0.",
+                changed=True,
+            )
+
     # ------------------------------------------------------------------ eviction
 
     def eviction_of(self, worker_id: WorkerId) -> str:
@@ -222,8 +246,8 @@ class Operating:
         lost = f", and {steps} steps ({steps * core.config.job.tokens_per_step:,} tokens) would be lost"
         return (
             f"{member.worker_id} is the only one that holds stage {' and '.join(map(str, alone))}: {back}"
-            f"{lost if steps > 0 else ''}. Add --force to do it all the same, or run `starlings leave` on its machine, "
-            "which hands its state over first."
+            f"{lost if steps > 0 else ''}. Add --force to do it all the same, or `starlings drain` it, which hands its "
+            "state over first."
         )
 
     def _others_hold(self, stage: int, member: Member) -> bool:

@@ -26,7 +26,13 @@ from starlings_protos.messages import (
 )
 from starlings_protos.pair_messages import PairMatched, SlotClock
 from starlings_protos.reach_messages import ReachOrder, Routes
-from starlings_protos.stream_messages import JobPaused, MicrobatchVoided, SwarmProgress, TrainingPaused
+from starlings_protos.stream_messages import (
+    DrainOrder,
+    JobPaused,
+    MicrobatchVoided,
+    SwarmProgress,
+    TrainingPaused,
+)
 from starlings_worker.core.effects import Effect, KeepHistory, Stop
 from starlings_worker.core.pairing.meeting import Meeting
 from starlings_worker.core.placement import Placement
@@ -102,7 +108,7 @@ class Control:
                 )
             case JobPaused():
                 self._pause(message.paused, now_s)
-            case AssignmentRenewed() | Welcome() | HeartbeatAck() | ReachOrder() | Routes():
+            case AssignmentRenewed() | Welcome() | HeartbeatAck() | ReachOrder() | Routes() | DrainOrder():
                 pass  # The shell's business.
             case MicrobatchVoided() | TrainingPaused():
                 self._counters["stale_messages"] += 1
