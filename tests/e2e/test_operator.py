@@ -67,15 +67,15 @@ def test_a_job_is_paused_and_goes_on_and_a_worker_is_sent_away(tmp_path: Path, r
         (why,) = command("why", stayer[:7]).records
         assert {"state", "span", "plan"} <= {reason["topic"] for reason in why["because"]}
         assert command("why", "wffffffff").code == 2
-        if restart:
-            assert command("drain", stayer, "--reason", "we move").records[0]["changed"]
-            left = second if gone is first else first
-            assert left.process.wait(90) == 0
-            assert "the job's owner asked it to: we move" in left.log.read_text()
+        last = swarm.wait(lambda r: r.phase == "training", 30)
+        assert last.samples_lost == 0
+        if not restart:
+            return
+        assert command("drain", stayer, "--reason", "we move").records[0]["changed"]
+        left = second if gone is first else first
+        assert left.process.wait(90) == 0
+        assert "the job's owner asked it to: we move" in left.log.read_text()
         assert command("stop").code == 0
-        if restart:
-            # Nobody is left who could end it in order: what is saved is the outcome, and the coordinator goes at once.
-            assert swarm.swarm.coordinator is not None
-            assert swarm.swarm.coordinator.process.wait(60) == 0
-        else:
-            assert swarm.finish(120).samples_lost == 0
+        # Nobody is left who could end it in order: what is saved is the outcome, and the coordinator goes at once.
+        assert swarm.swarm.coordinator is not None
+        assert swarm.swarm.coordinator.process.wait(60) == 0

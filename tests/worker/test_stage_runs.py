@@ -100,7 +100,7 @@ def _fitting(rows: int | None) -> Fitting:
     return fitting
 
 
-@pytest.mark.parametrize(("recompute", "rows"), [(False, None), (True, None), (False, 3), (True, 1)])
+@pytest.mark.parametrize(("recompute", "rows"), [(False, None), (True, None), (False, 3)])
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
