@@ -38,7 +38,7 @@ def test_refusals_are_those_of_the_wire():
 
 
 def test_exit_codes_are_those_of_the_sheet():
-    assert [code.value for code in ExitCode] == list(range(16))
+    assert [code.value for code in ExitCode] == list(range(17))
     expected = {
         Refusal.INVITE_WRONG: 4,
         Refusal.INVITE_EXPIRED: 5,
@@ -48,6 +48,7 @@ def test_exit_codes_are_those_of_the_sheet():
         Refusal.JOB_MISMATCH: 8,
         Refusal.NO_ROOM: 13,
         Refusal.CLOCK: 15,
+        Refusal.EVICTED: 16,
     }
     assert {refusal: int(exit_code_of(refusal)) for refusal in expected} == expected
 
